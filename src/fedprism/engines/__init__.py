@@ -1,0 +1,1 @@
+"""Engines carry asks to phases and replies back; they know no method."""

@@ -1,0 +1,1 @@
+"""Scoring, tables, figures and reports."""

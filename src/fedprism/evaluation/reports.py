@@ -1,0 +1,711 @@
+"""Tables and the HTML report, from run directories and beside the published values.
+
+An *experiment* here is the dict that `load_experiment` returns; the tables also take the plain content of
+an experiment's `summary.json`. Accuracies are fractions in files and percent in every table; "points" are
+percentage points. Incomplete runs are always listed, and never counted in a mean.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fedprism.evaluation import metrics, page, plots
+from fedprism.evaluation.metrics import Spread
+
+Experiment = dict[str, Any]
+
+SCORE_TITLES = {"overall": "overall", "worst_50": "worst-50", "worst_25": "worst-25"}
+SPLITS = ("test", "validation")
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _read_json(path: Path) -> Any | None:
+    """Content of a JSON file; None when it is missing or cut short (a run killed while writing)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Text and content of config.toml; empty when it is missing or unreadable as TOML."""
+    path = folder / "config.toml"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return text, {}
+
+
+def _planned_rounds(config: Mapping[str, Any], method: str) -> int | None:
+    """Rounds that a configuration plans for a method; None where it leaves them to the method's preset."""
+    table = config.get("method", {})
+    own = table.get(method, {})
+    rounds = own.get("rounds") if isinstance(own, Mapping) else None
+    return rounds if rounds is not None else table.get("rounds")
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is one run (not an experiment): it has round metrics, or a summary of one method."""
+    return (folder / "metrics.jsonl").is_file() or "method" in (_read_json(folder / "summary.json") or {})
+
+
+def _load_run(folder: Path, name: str) -> dict[str, Any]:
+    """One run with everything the report shows; `complete` says whether its summary was written."""
+    text, config = _read_config(folder)
+    federation = _read_json(folder / "federation.json") or {}
+    about = {
+        "dir": str(folder),
+        "experiment": name,
+        "federation": federation,
+        "versions": _read_json(folder / "versions.json") or {},
+        "model": _read_json(folder / "model.json") or {},
+        "config": text,
+        "alpha": config.get("data", {}).get("alpha"),
+        "partition": config.get("data", {}).get("partition"),
+    }
+    summary = _read_json(folder / "summary.json")
+    if isinstance(summary, dict) and summary.get("complete") and "method" in summary:
+        return {**summary, **about}
+    method = next(iter(config.get("method", {}).get("names", [])), folder.parent.name)
+    digits = folder.name.rpartition("-")[2]
+    seed = int(digits) if digits.isdigit() else next(iter(config.get("seeds", [])), None)
+    lines = plots.read_metrics(folder)
+    scored = [line["evaluation"]["validation"]["accuracy"] for line in lines
+              if (line.get("evaluation") or {}).get("validation")]
+    return {
+        "method": method,
+        "seed": seed,
+        "complete": False,
+        "fingerprint": federation.get("fingerprint"),
+        "rounds_done": len(lines),
+        "rounds_planned": _planned_rounds(config, method),
+        "last_validation": metrics.overall(scored[-1]) if scored else None,
+        **about,
+    }
+
+
+def load_experiment(path: str | Path) -> Experiment:
+    """Read an experiment directory, a single run directory, or a `summary.json` kept without its runs.
+
+    Returns {"name", "dir", "methods", "seeds", "runs", "incomplete", "config", "alpha", "partition", "warnings"}.
+    "runs": summaries of the complete runs, each with its "dir", "federation", "versions", "model" and "config".
+    "incomplete": runs without a summary, with "rounds_done", "rounds_planned" and "last_validation"; a run that the
+    configuration names and that has no directory yet is there with 0 rounds. "warnings": lines for the reader.
+    Raises FileNotFoundError when there is nothing of the kind.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        content = _read_json(folder)
+        if not isinstance(content, dict) or "runs" not in content:
+            raise ValueError(f"report: {folder} is not a summary (needs a key 'runs'); give a run directory")
+        runs = [run for run in content["runs"] if run.get("complete", True)]
+        stopped = [run for run in content["runs"] if not run.get("complete", True)]
+        return _experiment(content.get("name", folder.stem), folder, runs, stopped, "", {})
+    if not folder.is_dir():
+        raise FileNotFoundError(f"report: no directory {folder}; give the output directory of 'fedprism run'")
+    text, config = _read_config(folder)
+    if _is_run(folder):
+        summary = _read_json(folder / "summary.json") or {}
+        name = str(config.get("name") or summary.get("name") or folder.name)
+        found = [_load_run(folder, name)]
+    else:
+        name = str(config.get("name") or (_read_json(folder / "summary.json") or {}).get("name") or folder.name)
+        found = [_load_run(run, name) for run in sorted(folder.glob("*/seed-*")) if run.is_dir()]
+        wanted = [(method, seed) for method in config.get("method", {}).get("names", []) for seed in config.get("seeds", [])]
+        have = {(run["method"], run["seed"]) for run in found}
+        found += [
+            {"method": method, "seed": seed, "complete": False, "fingerprint": None, "rounds_done": 0,
+             "rounds_planned": _planned_rounds(config, method), "last_validation": None, "dir": None, "experiment": name}
+            for method, seed in wanted if (method, seed) not in have
+        ]
+        order = {pair: k for k, pair in enumerate(wanted)}
+        found.sort(key=lambda run: (order.get((run["method"], run["seed"]), len(order)), run["method"]))
+        if not found:
+            raise FileNotFoundError(
+                f"report: {folder} holds no runs (looked for <method>/seed-<n>/ and metrics.jsonl); "
+                "give the output directory of 'fedprism run'"
+            )
+    complete = [run for run in found if run["complete"]]
+    return _experiment(name, folder, complete, [run for run in found if not run["complete"]], text, config)
+
+
+def _experiment(
+    name: str, path: Path, runs: list[dict[str, Any]], stopped: list[dict[str, Any]], text: str, config: Mapping[str, Any]
+) -> Experiment:
+    """Put an experiment together and note what a reader has to know before comparing its runs."""
+    everything = [*runs, *stopped]
+    return {
+        "name": name,
+        "dir": str(path),
+        "methods": list(dict.fromkeys(metrics.label_of(run) for run in everything)),
+        "seeds": list(dict.fromkeys(run["seed"] for run in everything)),
+        "runs": runs,
+        "incomplete": stopped,
+        "config": text,
+        "alpha": config.get("data", {}).get("alpha"),
+        "partition": config.get("data", {}).get("partition"),
+        "warnings": _warnings(runs, stopped),
+    }
+
+
+def _warnings(runs: Sequence[Mapping[str, Any]], stopped: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines on runs that do not compare: other federations under one seed, seeds that not every method has."""
+    lines = []
+    for seed, prints in metrics.fingerprint_conflicts([*runs, *stopped]).items():
+        sides = "; ".join(f"{', '.join(dict.fromkeys(labels))} on {mark[:10]}" for mark, labels in prints.items())
+        lines.append(
+            f"Seed {seed}: the runs saw different federations ({sides}). Their clients or examples differ, so their "
+            "accuracies must not be compared; paired differences leave them out."
+        )
+    seeds = {label: {run["seed"] for run in members} for label, members in metrics.group_runs(runs).items()}
+    if len({frozenset(own) for own in seeds.values()}) > 1:
+        every = sorted(set.union(*seeds.values()))
+        lacking = [f"{label} lacks {', '.join(str(s) for s in every if s not in own)}"
+                   for label, own in seeds.items() if set(every) - own]
+        lines.append(f"Not every method has every seed: {'; '.join(lacking)}. Means are over the seeds that are there.")
+    return lines
+
+
+def merge(experiments: Sequence[Experiment]) -> Experiment:
+    """One experiment out of several, for a common table. A method that several of them hold is labelled
+    "method (experiment)", with the directory's name where experiments share theirs."""
+    if not experiments:
+        raise ValueError("report: got no directories, needs at least one")
+    if len(experiments) == 1:
+        return experiments[0]
+    names = [experiment["name"] for experiment in experiments]
+    if len(set(names)) < len(names):
+        names = [f"{e['name']}, {Path(e['dir']).name}" for e in experiments]
+    owners: dict[tuple[str, Any], set[int]] = {}
+    for k, experiment in enumerate(experiments):
+        for run in [*experiment["runs"], *experiment["incomplete"]]:
+            owners.setdefault((run["method"], run["seed"]), set()).add(k)
+    doubled = {method for (method, _), own in owners.items() if len(own) > 1}
+    parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for name, experiment in zip(names, experiments, strict=True):
+        for part, key in zip(parts, ("runs", "incomplete"), strict=True):
+            for run in experiment[key]:
+                label = f"{run['method']} ({name})" if run["method"] in doubled else run["method"]
+                part.append({**run, "label": label})
+    merged = _experiment(" + ".join(dict.fromkeys(names)), Path(experiments[0]["dir"]), *parts, "", {})
+    merged["config"] = "\n".join(f"# ---- {e['name']}\n{e['config']}" for e in experiments if e["config"])
+    for key in ("alpha", "partition"):
+        values = {experiment[key] for experiment in experiments}
+        merged[key] = values.pop() if len(values) == 1 else None
+    return merged
+
+
+def load_targets(path: str | Path) -> dict[str, Any]:
+    """Read a table of published values: a CSV with a column "method", value columns in percent and their
+    standard deviations in columns ending in "_sd". A column "kind" may say "paired_difference".
+
+    Returns {"title", "columns", "rows"}; a row is {"method", "kind", "values": column -> {"mean", "sd"}}.
+    Raises FileNotFoundError, or ValueError for a table of another shape.
+    """
+    source = Path(path)
+    with source.open(newline="", encoding="utf-8") as lines:
+        table = list(csv.DictReader(lines))
+    if not table or "method" not in table[0]:
+        raise ValueError(f"targets: {source} has no column 'method'; needs one row per method, values in percent")
+
+    def number(text: str | None) -> float | None:
+        try:
+            return float(text) if text else None
+        except ValueError:
+            return None
+
+    numeric = [name for name in table[0] if name and any(number(row[name]) is not None for row in table)]
+    columns = [name for name in numeric if not name.endswith("_sd") and name not in ("method", "kind")]
+    rows = [
+        {
+            "method": row["method"],
+            "kind": row.get("kind") or "accuracy",
+            "values": {name: {"mean": number(row[name]), "sd": number(row.get(f"{name}_sd"))}
+                       for name in columns if number(row[name]) is not None},
+        }
+        for row in table
+    ]
+    return {"title": source.stem.replace("_", " "), "columns": columns, "rows": rows}
+
+
+# --------------------------------------------------------------------------------------------- numbers
+
+
+def format_spread(value: Spread | None, factor: float = 100, digits: int = 1, signed: bool = False) -> str:
+    """A spread as "82.1 ± 0.4", without the sd for one value, "–" for None. signed: always with a sign."""
+    if value is None or value["mean"] is None:
+        return "–"
+    mean = value["mean"] * factor
+    text = f"{mean:{'+' if signed else ''},.{digits}f}"
+    if float(text.replace(",", "")) == 0:
+        text = f"{0:.{digits}f}"
+    text = text.replace("-", "−")
+    return text if value["sd"] is None else f"{text} ± {value['sd'] * factor:.{digits}f}"
+
+
+def _best(entries: Sequence[Mapping[str, Any]], pick: Callable[[Any], Spread | None], digits: int) -> set[str]:
+    """Labels with the highest mean, as printed: ties in the last digit shown are all best. None if one entry."""
+    shown = {e["label"]: round(100 * value["mean"], digits) for e in entries if (value := pick(e)) is not None}
+    return {label for label, mean in shown.items() if mean == max(shown.values())} if len(shown) > 1 else set()
+
+
+def _score_columns(
+    entries: Sequence[Mapping[str, Any]],
+) -> tuple[str, list[tuple[str, Callable[[Any], Spread | None]]]]:
+    """The split that tables show ("test", or "validation" if no run was tested) and its accuracy columns."""
+    split = next((s for s in SPLITS if any(entry[s]["overall"] for entry in entries)), "test")
+    tasks = dict.fromkeys(task for entry in entries for task in entry[split]["per_task"])
+    columns: list[tuple[str, Callable[[Any], Spread | None]]] = [
+        (title, lambda entry, name=name: entry[split][name]) for name, title in SCORE_TITLES.items()
+    ]
+    columns += [(task, lambda entry, task=task: entry[split]["per_task"].get(task)) for task in tasks]
+    return split, columns
+
+
+def _kib(value: Spread | None) -> str:
+    """Mean bytes as KiB."""
+    return "–" if value is None else f"{value['mean'] / 1024:,.{0 if value['mean'] >= 1024 * 100 else 1}f}"
+
+
+def _state(run: Mapping[str, Any]) -> str:
+    """How far an incomplete run got, in words."""
+    done, planned = run.get("rounds_done", 0), run.get("rounds_planned")
+    if not done:
+        return "not started" if not run.get("dir") else "no round finished"
+    return f"{done} of {planned} rounds" if planned else f"{done} round{'s' if done > 1 else ''} done"
+
+
+def _incomplete_lines(summary: Mapping[str, Any]) -> list[str]:
+    return [f"{metrics.label_of(run)}, seed {run['seed']}: {_state(run)}" for run in summary.get("incomplete", [])]
+
+
+def _complete(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [run for run in summary["runs"] if run.get("complete", True)]
+
+
+def _pick_reference(summary: Mapping[str, Any], reference: str | None) -> str | None:
+    """The reference asked for, or fedsee, or the first method; None when there is nothing to compare."""
+    if reference is not None:
+        return reference
+    runs = _complete(summary)
+    return plots.reference_label({"runs": runs}) if len(metrics.group_runs(runs)) > 1 else None
+
+
+# ----------------------------------------------------------------------------------- terminal, markdown
+
+
+def _narrow(title: str) -> str:
+    """A column title over two lines where that saves width: a terminal has 80 characters."""
+    return {"overall": "over-\nall"}.get(title, title.replace("worst-", "worst\n-").replace(" ", "\n"))
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The result as a table for the terminal: a row per method, accuracies in percent, mean ± sd over seeds.
+
+    summary: an experiment (`load_experiment`) or the content of an experiment's summary.json. The best value
+    of an accuracy column is bold. Incomplete runs stand in the caption, methods without a complete run have a row
+    of dashes.
+    """
+    entries = metrics.summarise_runs(_complete(summary))
+    split, columns = _score_columns(entries)
+    several = any(len(entry["seeds"]) > 1 for entry in entries)
+    table = Table(
+        title=f"{summary.get('name', '')}: {split} accuracy in %" + (", mean ± sd over seeds" if several else ""),
+        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
+    )
+    table.add_column("method", no_wrap=True)
+    for title in [*(title for title, _ in columns), "KiB up", "KiB down", "sec"]:
+        table.add_column(_narrow(title), justify="right", vertical="top", no_wrap=True)
+    best = [_best(entries, pick, 1) for _, pick in columns]
+    for entry in entries:
+        cells: list[Text] = []
+        for (_, pick), top in zip(columns, best, strict=True):
+            # The sd gets a line of its own: ten columns of "82.1 ± 0.4" do not fit a terminal.
+            text = format_spread(pick(entry)).replace(" ± ", "\n±")
+            cells.append(Text(text, style="bold" if entry["label"] in top else "", justify="right"))
+        table.add_row(
+            entry["label"], *cells, _kib(entry["bytes_up_per_client_round"]),
+            _kib(entry["bytes_down_per_client_round"]), format_spread(entry["seconds"], 1, 0).split(" ")[0],
+        )
+    done = {entry["label"] for entry in entries}
+    for label in dict.fromkeys(metrics.label_of(run) for run in summary.get("incomplete", [])):
+        if label not in done:
+            table.add_row(Text(label, style="dim"), *["–"] * (len(columns) + 3))
+    notes = ["KiB: per client and round. Bold: best value of the column."]
+    if stopped := _incomplete_lines(summary):
+        notes.append("Incomplete, not in the means: " + "; ".join(stopped) + ".")
+    notes += [f"Warning: {line}" for line in summary.get("warnings", [])]
+    table.caption = "\n".join(notes)
+    return table
+
+
+def paired_table(summary: Mapping[str, Any], reference: str | None = None) -> Table | None:
+    """Differences to a reference for the terminal: method minus reference per seed, mean ± sd, in points.
+
+    reference: a method; None takes fedsee, or the first method without it. Returns None when there is one
+    method only. Raises KeyError for a reference that has no complete run.
+    """
+    reference = _pick_reference(summary, reference)
+    if reference is None:
+        return None
+    entries = metrics.paired_summary(_complete(summary), reference)
+    tasks = list(dict.fromkeys(task for entry in entries for task in entry["per_task"]))
+    table = Table(
+        title=f"difference to {reference} on the same clients, in points", title_justify="left",
+        caption="below 0: worse than the reference", caption_justify="left", box=box.SIMPLE_HEAD,
+        padding=0, show_edge=False,
+    )
+    table.add_column("method", no_wrap=True)
+    for title in [*SCORE_TITLES.values(), *tasks, "seeds"]:
+        table.add_column(_narrow(title), justify="right", no_wrap=True)
+    for entry in entries:
+        values = [entry[name] for name in metrics.SCORES] + [entry["per_task"].get(task) for task in tasks]
+        cells = [format_spread(value, signed=True).replace(" ± ", "\n±") for value in values]
+        table.add_row(entry["label"], *cells, str(len(entry["seeds"])))
+    return table
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table: first column left, the others right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def markdown_table(summary: Mapping[str, Any], reference: str | None = None, digits: int = 1) -> str:
+    """The results as markdown for a document: accuracies, then paired differences, then what is incomplete.
+
+    summary: as for `summary_table`. reference: as for `paired_table`. digits: decimals of the percent values.
+    """
+    entries = metrics.summarise_runs(_complete(summary))
+    split, columns = _score_columns(entries)
+    best = [_best(entries, pick, digits) for _, pick in columns]
+    rows = []
+    for entry in entries:
+        cells = [format_spread(pick(entry), digits=digits) for _, pick in columns]
+        cells = [f"**{c}**" if entry["label"] in top else c for c, top in zip(cells, best, strict=True)]
+        rows.append([f"`{entry['label']}`", *cells, _kib(entry["bytes_up_per_client_round"]),
+                     _kib(entry["bytes_down_per_client_round"]), format_spread(entry["seconds"], 1, 0).split(" ")[0]])
+    done = {entry["label"] for entry in entries}
+    for label in dict.fromkeys(metrics.label_of(run) for run in summary.get("incomplete", [])):
+        if label not in done:
+            rows.append([f"`{label}`", "incomplete", *["–"] * (len(columns) + 2)])
+    header = ["method", *(title for title, _ in columns), "KiB up", "KiB down", "seconds"]
+    count = max((len(entry["seeds"]) for entry in entries), default=0)
+    seeds = f", mean ± sample standard deviation over {count} seeds" if count > 1 else ""
+    text = f"{split.capitalize()} accuracy in percent{seeds}. KiB are per client and round.\n\n"
+    text += _markdown(header, rows)
+    chosen = _pick_reference(summary, reference)
+    if chosen is not None:
+        paired = metrics.paired_summary(_complete(summary), chosen)
+        text += f"\nDifference to `{chosen}` on the same clients, in points:\n\n" + _markdown(
+            ["method", *SCORE_TITLES.values(), "seeds"],
+            [[f"`{e['label']}`", *(format_spread(e[n], digits=digits, signed=True) for n in metrics.SCORES),
+              str(len(e["seeds"]))] for e in paired],
+        )
+    if stopped := _incomplete_lines(summary):
+        text += "\nIncomplete runs, not in the means:\n\n" + "".join(f"- {line}\n" for line in stopped)
+    for line in summary.get("warnings", []):
+        text += f"\n**Warning.** {line}\n"
+    return text
+
+
+# ------------------------------------------------------------------------------------------------ HTML
+
+
+def _results(entries: Sequence[dict[str, Any]], digits: int = 1) -> dict[str, Any]:
+    """The main table of the page."""
+    split, columns = _score_columns(entries)
+    best = [_best(entries, pick, digits) for _, pick in columns]
+    return {
+        "split": split,
+        "columns": [title for title, _ in columns],
+        "n_scores": len(SCORE_TITLES),
+        "rows": [
+            {"label": entry["label"], "seeds": len(entry["seeds"]),
+             "cells": [{"text": format_spread(pick(entry), digits=digits), "best": entry["label"] in top}
+                       for (_, pick), top in zip(columns, best, strict=True)]}
+            for entry in entries
+        ],
+    }
+
+
+def _headline(entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]], reference: str | None) -> list[str]:
+    """The result in a few sentences that hold whatever the numbers are."""
+    ranked = sorted((e for e in entries if e["test"]["overall"]), key=lambda e: -e["test"]["overall"]["mean"])
+    if not ranked:
+        return ["No run has been tested yet."]
+    top = ranked[0]
+    lines = [f"{top['label']} reaches {format_spread(top['test']['overall'])} % test accuracy, averaged over clients"
+             + (f", the highest of {len(ranked)} methods." if len(ranked) > 1 else ".")]
+    if reference is not None:
+        paired = {entry["label"]: entry for entry in metrics.paired_summary(runs, reference)}
+        own = next((e for e in entries if e["label"] == reference), None)
+        if own and own["test"]["overall"]:
+            if own is not top:
+                lines[0] += f" {reference} reaches {format_spread(own['test']['overall'])} %."
+            for name in ("local_only", "fedit", "fedavg", "public_only"):
+                if name in paired and paired[name]["overall"]:
+                    gain = -100 * paired[name]["overall"]["mean"]
+                    worst = -100 * paired[name]["worst_25"]["mean"]
+                    lines.append(f"Against {name}, {reference} is {_points(gain)} overall and {_points(worst)} "
+                                 "on the worst-served quarter of the clients.")
+    return lines
+
+
+def _points(value: float) -> str:
+    """A signed difference in words: "2.1 points better"; less than 0.05 is equal."""
+    if abs(value) < 0.05:
+        return "equal"
+    return f"{abs(value):.1f} points {'better' if value > 0 else 'worse'}"
+
+
+def _traffic(entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Rows of the table of costs; totals multiply the mean per client and round by rounds and clients."""
+    clients = {label: len(members[0].get("test", {}).get("clients", [])) for label, members in metrics.group_runs(runs).items()}
+    rows = []
+    for entry in entries:
+        up, down, rounds = (entry[k] for k in ("bytes_up_per_client_round", "bytes_down_per_client_round", "rounds"))
+        total = "–"
+        if up and down and rounds:
+            total = f"{(up['mean'] + down['mean']) * rounds['mean'] * clients[entry['label']] / 1024**2:,.1f}"
+
+        def count(name: str, entry: Mapping[str, Any] = entry) -> str:
+            return format_spread(entry[name], 1, 0).split(" ")[0]
+
+        epochs = entry["local_epochs"]
+        rows.append({
+            "label": entry["label"], "up": _kib(up), "down": _kib(down), "total": total, "rounds": count("rounds"),
+            "epochs": "–" if epochs is None else f"{epochs['mean']:g}", "examples": count("examples_trained"),
+            "public": count("examples_public"), "seconds": count("seconds"),
+        })
+    return rows
+
+
+def _differences(runs: Sequence[Mapping[str, Any]], reference: str | None) -> dict[str, Any] | None:
+    """The table of paired differences with a tone per cell, None without a reference or a second method."""
+    if reference is None:
+        return None
+    entries = metrics.paired_summary(runs, reference)
+    tasks = list(dict.fromkeys(task for entry in entries for task in entry["per_task"]))
+
+    def cell(value: Spread | None) -> dict[str, str]:
+        tone = "" if value is None or abs(value["mean"]) < 5e-4 else "down" if value["mean"] < 0 else "up"
+        each = "" if value is None or value["n"] < 2 else ", ".join(f"{100 * v:+.1f}" for v in value["values"])
+        return {"text": format_spread(value, signed=True), "tone": tone, "each": each}
+
+    return {
+        "reference": reference,
+        "columns": [*SCORE_TITLES.values(), *tasks],
+        "n_scores": len(SCORE_TITLES),
+        "rows": [
+            {"label": entry["label"], "seeds": entry["seeds"], "unpaired": entry["unpaired"],
+             "cells": [cell(entry[name]) for name in metrics.SCORES] + [cell(entry["per_task"].get(t)) for t in tasks]}
+            for entry in entries
+        ],
+    }
+
+
+def _published(targets: Mapping[str, Any] | None, experiment: Experiment, entries: Sequence[dict[str, Any]],
+               runs: Sequence[Mapping[str, Any]], reference: str | None) -> dict[str, Any] | None:
+    """Published values beside ours. Columns named like our scores or tasks are matched by name; a table with a
+    column per heterogeneity level ("alpha_0.1") gives the overall accuracy of this experiment's level."""
+    if targets is None:
+        return None
+    by_label = {entry["label"]: entry for entry in entries}
+    names = {"overall": "overall", "worst50": "worst_50", "worst_50": "worst_50", "worst25": "worst_25", "worst_25": "worst_25"}
+    tasks = {task for entry in entries for task in entry["test"]["per_task"]}
+    columns = [c for c in targets["columns"] if c in names or c in tasks]
+    level = None
+    if not columns:
+        alpha = 0.0 if experiment.get("partition") == "pure" else experiment.get("alpha")
+        level = next((c for c in targets["columns"] if c.startswith("alpha_") and alpha is not None
+                      and math.isclose(float(c[6:]), float(alpha))), None)
+        if level is None and alpha is not None and alpha >= 50 and "uniform" in targets["columns"]:
+            level = "uniform"
+        columns = [level] if level else []
+    paired = {e["label"]: e for e in metrics.paired_summary(runs, reference)} if reference else {}
+
+    def ours(row: Mapping[str, Any], column: str) -> str:
+        name = row["method"]
+        # Tables of the paper tell variants apart by an ending ("fedsee_l1"); the plain name stands for the first.
+        label = name if name in by_label else next((k for k in by_label if name == f"{k}_l1"), None)
+        source = paired if row["kind"] == "paired_difference" else {k: e["test"] for k, e in by_label.items()}
+        entry = source.get(label) if label else None
+        if entry is None:
+            return "–"
+        value = entry["per_task"].get(column) if column in tasks else entry[names.get(column, "overall")]
+        return format_spread(value, signed=row["kind"] == "paired_difference")
+
+    def theirs(row: Mapping[str, Any], column: str) -> str:
+        return format_spread(row["values"].get(column), 1, 2, signed=row["kind"] == "paired_difference")
+
+    return {
+        "title": targets.get("title", "published values"),
+        "columns": columns,
+        "level": level,
+        "rows": [{"label": row["method"], "kind": row["kind"].replace("_", " "),
+                  "cells": [{"ours": ours(row, c), "theirs": theirs(row, c)} for c in columns]} for row in targets["rows"]],
+    }
+
+
+def _federations(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per distinct federation: seeds, sizes, table of counts, notes."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        if run.get("federation"):
+            groups.setdefault(str(run["federation"].get("fingerprint")), []).append(run)
+    result = []
+    for fingerprint, members in groups.items():
+        described = members[0]["federation"]
+        sizes = described.get("client_sizes") or [sum(row) for row in described.get("counts", [])]
+        sizes = [size["train"] if isinstance(size, Mapping) else size for size in sizes]
+        counts = described.get("counts") or []
+        result.append({
+            "fingerprint": fingerprint,
+            "seeds": list(dict.fromkeys(run["seed"] for run in members)),
+            "methods": list(dict.fromkeys(metrics.label_of(run) for run in members)),
+            "tasks": described.get("tasks", []),
+            "clients": len(sizes),
+            "sizes": (min(sizes), sum(sizes) / len(sizes), max(sizes)) if sizes else None,
+            "totals": [sum(column) for column in zip(*counts, strict=True)],
+            "public": described.get("public_sizes", {}),
+            "counts": [{"client": i, "cells": row, "n": sum(row)} for i, row in enumerate(counts)],
+            "notes": described.get("notes", []),
+        })
+    return result
+
+
+def _client_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per seed and federation a table of client accuracies, a column per label; the best of a client is marked."""
+    tables: dict[tuple[Any, Any], dict[str, list[float]]] = {}
+    for run in runs:
+        if run.get("test"):
+            tables.setdefault((run["seed"], run.get("fingerprint")), {})[metrics.label_of(run)] = run["test"]["clients"]
+    result = []
+    for (seed, _), columns in tables.items():
+        n = max(len(column) for column in columns.values())
+        rows = []
+        for i in range(n):
+            values = [column[i] if i < len(column) else None for column in columns.values()]
+            top = max(v for v in values if v is not None)
+            rows.append({"client": i, "cells": [
+                {"text": "–" if v is None else f"{100 * v:.1f}", "best": v == top and len(columns) > 1} for v in values]})
+        result.append({"seed": seed, "labels": list(columns), "rows": rows})
+    return result
+
+
+def _common_versions(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Every name in the runs' versions.json with its value, or all values when runs differ."""
+    names = dict.fromkeys(name for run in runs for name in run.get("versions") or {})
+    rows = []
+    for name in names:
+        values = list(dict.fromkeys(str(run["versions"].get(name)) for run in runs if run.get("versions")))
+        rows.append({"name": name, "value": " / ".join(values), "differs": "yes" if len(values) > 1 else ""})
+    return rows
+
+
+def _mixture_rows(entries: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Rows of the table of mixture errors, in points, for the methods that estimate mixtures."""
+    return [
+        {
+            "label": entry["label"],
+            "mae": format_spread(entry["mixture"]["mae"]),
+            "realised": format_spread(entry["mixture"]["mae_realised"]),
+            "feasible": format_spread(entry["mixture"]["best_feasible_mae"]),
+            "slope": format_spread(entry["mixture"]["slope"], 1, 2),
+            "pure": format_spread(entry["mixture"]["pure_argmax_accuracy"], 100, 0),
+        }
+        for entry in entries if entry["mixture"]["mae"]
+    ]
+
+
+def _pictures(experiment: Experiment) -> dict[str, list[dict[str, str]]]:
+    """Figures by kind, each as a data address with a title; several methods of a kind follow each other."""
+    result: dict[str, list[dict[str, str]]] = {}
+    for name, figure in plots.figures(experiment).items():
+        buffer = io.BytesIO()
+        plots.save(figure, buffer, "png")
+        kind, _, label = name.partition("-")
+        data = base64.b64encode(buffer.getvalue()).decode("ascii")
+        result.setdefault(kind, []).append({"source": f"data:image/png;base64,{data}", "label": label})
+    return result
+
+
+def write_report(
+    dirs: Sequence[str | Path], out_file: str | Path, *, targets: Mapping[str, Any] | None = None,
+    reference: str | None = None,
+) -> Path:
+    """Write a self-contained HTML report on one or several experiment or run directories.
+
+    dirs: directories (or summary files) that `load_experiment` reads; several are compared in common tables. out_file:
+    the page, replaced if it exists. targets: published values (`load_targets`) shown beside ours. reference: the
+    method that differences refer to, default fedsee or the first. Returns out_file.
+    Raises FileNotFoundError for a directory without runs, KeyError for an unknown reference.
+    """
+    experiment = merge([load_experiment(path) for path in dirs])
+    runs, stopped = experiment["runs"], experiment["incomplete"]
+    entries = metrics.summarise_runs(runs)
+    chosen = _pick_reference(experiment, reference)
+    alone = len(metrics.group_runs(runs)) < 2
+    negative = metrics.negative_transfer(runs)
+    labels = list(metrics.group_runs(runs))
+    federations = _federations([*runs, *stopped])
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    html = environment.from_string(page.TEMPLATE).render(
+        name=experiment["name"],
+        methods=experiment["methods"],
+        seeds=experiment["seeds"],
+        clients=sorted({f["clients"] for f in federations}),
+        tasks=list(dict.fromkeys(task for f in federations for task in f["tasks"])),
+        version=next((run["versions"].get("fedprism") for run in runs if run.get("versions")), None),
+        warnings=experiment["warnings"],
+        incomplete=[
+            {"label": metrics.label_of(run), "seed": run["seed"], "state": _state(run),
+             "validation": "–" if run.get("last_validation") is None else f"{100 * run['last_validation']:.1f} %"}
+            for run in stopped
+        ],
+        headline=_headline(entries, runs, None if alone else chosen),
+        results=_results(entries) if entries else None,
+        several=any(len(entry["seeds"]) > 1 for entry in entries),
+        differences=_differences(runs, None if alone else chosen),
+        negative=[
+            {"label": row["label"], "below": f"{row['below']['mean']:.1f}".removesuffix(".0"), "n": row["n_clients"],
+             "each": ", ".join(f"{int(v)}" for v in row["below"]["values"]),
+             "difference": format_spread(row["difference"], signed=True)}
+            for row in negative
+        ],
+        has_local="local_only" in labels,
+        pictures=_pictures(experiment),
+        reference=chosen or (labels[0] if labels else None),
+        mixture=_mixture_rows(entries),
+        traffic=_traffic(entries, runs),
+        published=_published(targets, experiment, entries, runs, None if alone else chosen),
+        client_tables=_client_rows(runs),
+        federations=federations,
+        notes=[{"label": metrics.label_of(run), "seed": run["seed"], "text": note}
+               for run in runs for note in run.get("notes", [])],
+        config=experiment["config"] or next((run["config"] for run in [*runs, *stopped] if run.get("config")), ""),
+        model=next((json.dumps(run["model"], indent=2) for run in runs if run.get("model")), ""),
+        versions=_common_versions([*runs, *stopped]),
+        style=page.STYLE,
+    )
+    target = Path(out_file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(html, encoding="utf-8")
+    return target

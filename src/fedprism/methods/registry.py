@@ -1,0 +1,30 @@
+"""Name -> method, imported on first use."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from fedprism.protocol import Method
+
+METHODS: dict[str, str] = {
+    "fedsee": "fedprism.methods.fedsee:METHOD",
+    "fedavg": "fedprism.methods.fedavg:FEDAVG",
+    "fedit": "fedprism.methods.fedavg:FEDIT",
+    "fedavg_ft": "fedprism.methods.fedavg:FEDAVG_FT",
+    "scaffold": "fedprism.methods.scaffold:METHOD",
+    "local_only": "fedprism.methods.references:LOCAL_ONLY",
+    "centralized": "fedprism.methods.references:CENTRALIZED",
+    "public_only": "fedprism.methods.references:PUBLIC_ONLY",
+    "untrained": "fedprism.methods.references:UNTRAINED",
+}
+
+
+def get_method(name: str) -> Method:
+    """The method of that name. Raises KeyError offering the nearest names."""
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=3) or sorted(METHODS)
+        raise KeyError(f"method '{name}' is not known; did you mean {', '.join(near)}?")
+    module, _, attribute = METHODS[name].partition(":")
+    method: Method = getattr(import_module(module), attribute)
+    return method

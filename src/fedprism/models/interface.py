@@ -1,0 +1,102 @@
+"""What a method may ask of a model: named blocks, a functional forward pass, a loss.
+
+Models are functional: trainable tensors live in trees outside the model, the model itself holds only
+frozen weights. One model object serves every client of a run.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Tree = dict[str, Tensor]
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Routed experts as one forward pass sees them (FedSEE spec 5.1).
+
+    down: the shared down-projections A^g, names of `blocks["lora_A"]`; empty where a model has none.
+    experts: expert index -> tree with the names of `blocks["lora_B"]`. Indices that are missing are masked:
+        they get exactly zero probability.
+    router: tree with the names of `blocks["router"]` (M outputs each); ignored when `weights` is given.
+    weights: (M,) fixed mixing weights for every token and projection, instead of a router.
+    """
+
+    down: Tree
+    experts: Mapping[int, Tree]
+    router: Tree = field(default_factory=dict)
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Result of a forward pass over a batch of b examples.
+
+    logits: (b, n_classes), float32.
+    usage_sum: (P, b, M) routing probabilities summed over the real tokens of each example, for P adapted
+        projections in the order of `Model.projections`; None without a router. Gradients flow through it.
+    tokens: (b,) number of real (not padding) tokens of each example; None without a router.
+    """
+
+    logits: Tensor
+    usage_sum: Tensor | None = None
+    tokens: Tensor | None = None
+
+    @property
+    def usage(self) -> Tensor:
+        """(P, M) mean routing probability over the batch's real tokens; rows sum to 1 (spec 5.2)."""
+        if self.usage_sum is None or self.tokens is None:
+            raise ValueError("usage: this forward pass had no router; pass a bank with a router")
+        return self.usage_sum.sum(1) / self.tokens.sum()
+
+
+class Model(abc.ABC):
+    """A frozen backbone with named trainable blocks.
+
+    blocks: block name -> names of its tensors. Blocks: "lora_A" (down-projections; may be empty), "lora_B"
+        (up-projections), "router", "head".  A tree given to `apply` may hold any of lora_A, lora_B and head;
+        a missing head is the frozen one, missing lora_A and lora_B mean "no always-on pair".
+    projections: names of the P adapted projections; the tensor `lora_A.<p>`, `lora_B.<p>`,
+        `router.<p>.weight`, `router.<p>.bias` belong to projection p.
+    """
+
+    blocks: Mapping[str, tuple[str, ...]]
+    projections: tuple[str, ...]
+    n_classes: int
+
+    @abc.abstractmethod
+    def init(self, block: str, seed: int, n_experts: int = 0) -> Tree:
+        """Fresh tensors of one block, from `seed` alone. lora_A: Kaiming uniform (a = sqrt 5); lora_B: zeros;
+        router: default linear init with `n_experts` rows; head: the frozen head's values."""
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        tree: Tree,
+        batch: Batch,
+        *,
+        bank: Bank | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        """Forward pass. tree: always-on pair (and head). bank: routed experts on top of it.
+        generator: source of dropout masks in training; None switches dropout off. Changes nothing."""
+
+    def per_example_loss(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """(b,) cross-entropy in nats against `batch["label"]`."""
+        return F.cross_entropy(outputs.logits.float(), batch["label"], reduction="none")
+
+    def prepare(self, rows: Any) -> Any:
+        """Turn a data split into the form that `apply` reads (cached features, say). Default: unchanged."""
+        return rows
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """JSON facts for the run record: backbone, weights' hash, sizes of the blocks, head's logit spread."""

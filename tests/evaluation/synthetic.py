@@ -1,0 +1,141 @@
+"""Writes run directories in fedprism's format, with invented numbers, so that reports can be tested."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedprism.evaluation import metrics
+
+TASKS = ("sst2", "qnli", "cola", "qqp", "wic", "boolq", "rte", "mrpc", "wnli")
+LEVEL = {"fedsee": 0.03, "local_only": 0.0, "fedit": -0.05, "public_only": -0.07, "untrained": -0.25}
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def federation(seed: int, clients: int, n_tasks: int) -> dict[str, Any]:
+    """Describes a Dirichlet federation whose first clients are pure."""
+    rng = np.random.default_rng(seed)
+    mixtures = rng.dirichlet(np.full(n_tasks, 0.15), size=clients)
+    mixtures = np.where(mixtures < 0.05, 0, mixtures)
+    mixtures[: min(3, clients)] = np.eye(n_tasks)[np.arange(min(3, clients)) % n_tasks]
+    mixtures /= mixtures.sum(1, keepdims=True)
+    counts = np.floor(mixtures * 200).astype(int)
+    return {
+        "fingerprint": hashlib.sha256(f"{seed} {clients} {n_tasks}".encode()).hexdigest(),
+        "tasks": list(TASKS[:n_tasks]),
+        "client_sizes": counts.sum(1).tolist(),
+        "counts": counts.tolist(),
+        "mixtures": {
+            "sampled": mixtures.tolist(),
+            "thresholded": mixtures.tolist(),
+            "realised": (counts / counts.sum(1, keepdims=True)).tolist(),
+        },
+        "public_sizes": {task: 1000 for task in TASKS[:n_tasks]},
+        "notes": [f"test rows of {TASKS[n_tasks - 1]} are used by more than one client"],
+    }
+
+
+def evaluation(
+    rng: np.random.Generator, fed: dict[str, Any], level: float, routed: bool, layers: int
+) -> dict[str, Any]:
+    mixtures = np.asarray(fed["mixtures"]["thresholded"])
+    n, m = mixtures.shape
+    difficulty = np.linspace(0.9, 0.62, m)
+    accuracy = np.clip(mixtures @ difficulty + level + rng.normal(0, 0.02, n), 0, 1).round(3)
+    task = np.clip(difficulty + level + rng.normal(0, 0.01, m), 0, 1)
+    result: dict[str, Any] = {
+        "accuracy": accuracy.tolist(),
+        "loss": (1 - accuracy).tolist(),
+        "n": [200] * n,
+        "per_task": {name: {"correct": int(400 * a), "n": 400} for name, a in zip(fed["tasks"], task, strict=True)},
+    }
+    if routed:
+        names = [f"encoder.layer.{k}.attention.self.{part}" for k in range(layers) for part in ("query", "value")]
+        usage = {}
+        for k, name in enumerate(fed["tasks"]):
+            rows = rng.dirichlet(np.full(m, 0.6) + 6 * np.eye(m)[k], size=len(names))
+            usage[name] = rows.tolist()
+        result["usage"] = {
+            "projections": names, "experts": fed["tasks"], "per_task": usage, "per_client": mixtures.tolist(),
+        }
+    return result
+
+
+def write_run(
+    folder: Path, method: str, seed: int, *, clients: int, n_tasks: int, rounds: int = 6, stop_after: int | None = None,
+    layers: int = 6, name: str = "synthetic",
+) -> None:
+    """Writes one run directory. stop_after: rounds written before the run was interrupted."""
+    fed = federation(seed, clients, n_tasks)
+    rng = np.random.default_rng([seed, sum(method.encode())])
+    base = LEVEL.get(method, -0.12 + 0.12 * rng.random())
+    routed = method.startswith("fedsee")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(
+        f'name = "{name}"\nseeds = [{seed}]\n[data]\nkind = "text"\nalpha = 0.1\npartition = "dirichlet"\n'
+        f'clients = {clients}\n[method]\nnames = ["{method}"]\nrounds = {rounds}\n', encoding="utf-8")
+    write_json(folder / "versions.json", {"fedprism": "0.1.0", "python": "3.11.2", "torch": "2.13.0", "threads": 2})
+    write_json(folder / "federation.json", fed)
+    write_json(folder / "model.json", {"backbone": "minilm", "projections": 2 * layers})
+    count = 1 if method == "untrained" else rounds
+    lines, last = [], {}
+    for t in range(count if stop_after is None else stop_after):
+        level = base - 0.25 * np.exp(-0.8 * (t + 1)) * (method != "untrained")
+        last = {split: evaluation(rng, fed, level, routed and split == "test", layers) for split in ("validation", "test")}
+        done = t == count - 1
+        lines.append(json.dumps({
+            "round": t, "seconds": 12.0,
+            "phases": {"update": {"seconds": 10.0, "asked": clients, "bytes_up": 10, "bytes_down": 20,
+                                  "examples": 0 if method == "untrained" else 200 * clients}},
+            "bytes_up_per_client": 1.0, "bytes_down_per_client": 2.0,
+            "evaluation": last if done else {"validation": last["validation"]}, "log": {},
+        }))
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    if stop_after is not None:
+        return
+    true = np.asarray(fed["mixtures"]["thresholded"])
+    summary: dict[str, Any] = {
+        "name": name, "method": method, "seed": seed, "fingerprint": fed["fingerprint"], "complete": True,
+        "rounds": count, "seconds": 12.0 * count, "threads": 2,
+        "test": metrics.score(last["test"]), "validation": metrics.score(last["validation"]),
+        "bytes_up_per_client_round": {"local_only": 0.0, "untrained": 0.0}.get(method, 147456.0),
+        "bytes_down_per_client_round": {"local_only": 0.0, "untrained": 0.0, "fedsee": 890000.0}.get(method, 147456.0),
+        "examples_trained": 200 * clients * count, "examples_public": 19200 if routed else 0, "local_epochs": count,
+        "notes": ["public sets are used by the server only"] if routed else [],
+    }
+    if routed:
+        guess = np.clip(0.75 * true + 0.25 / n_tasks + rng.normal(0, 0.05, true.shape), 0, None)
+        guess /= guess.sum(1, keepdims=True)
+        summary["mixture"] = metrics.mixture_report(guess, true, fed["mixtures"]["realised"])
+        losses = 0.69 + 0.1 * rng.random((n_tasks, n_tasks))
+        losses[np.diag_indices(n_tasks)] = np.linspace(0.25, 0.62, n_tasks)
+        summary["public_losses"] = losses.tolist()
+        summary["usage"] = last["test"]["usage"]
+    write_json(folder / "summary.json", summary)
+
+
+def write_experiment(
+    folder: Path, methods: Sequence[str] = ("fedsee", "fedit", "local_only"), seeds: Sequence[int] = (42, 43), *,
+    clients: int = 6, n_tasks: int = 3, name: str = "synthetic", layers: int = 2, rounds: int = 6,
+) -> Path:
+    """Writes an experiment of complete runs and returns its folder."""
+    for method in methods:
+        for seed in seeds:
+            write_run(folder / method / f"seed-{seed}", method, seed, clients=clients, n_tasks=n_tasks, name=name,
+                      layers=layers, rounds=rounds)
+    names = ", ".join(f'"{method}"' for method in methods)
+    (folder / "config.toml").write_text(
+        f'name = "{name}"\nseeds = {list(seeds)}\n[data]\nkind = "text"\nalpha = 0.1\npartition = "dirichlet"\n'
+        f'clients = {clients}\n[method]\nnames = [{names}]\nrounds = {rounds}\n', encoding="utf-8")
+    runs = [json.loads((folder / m / f"seed-{s}" / "summary.json").read_text()) for m in methods for s in seeds]
+    write_json(folder / "summary.json", {"name": name, "methods": list(methods), "seeds": list(seeds), "runs": runs})
+    return folder

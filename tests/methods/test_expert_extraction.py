@@ -1,0 +1,238 @@
+"""The numerical core of FedSEE against known optima, independent solvers and hand-worked numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from torch import Tensor
+
+from fedprism.methods.expert_extraction import (
+    balanced_quadratic,
+    client_mass,
+    column_residual,
+    extract,
+    project_simplex,
+    project_transport,
+    simplex_quadratic,
+    sinkhorn,
+    warm_start,
+)
+
+
+def quadratic_tasks(
+    n_tasks: int = 3, mixtures: Tensor | None = None, seed: int = 0, d: int = 12
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Task optima (M, d), uploads alpha @ optima (P, d), and the curvature Phi (d, d)."""
+    g = torch.Generator().manual_seed(seed)
+    optima = torch.randn(n_tasks, d, generator=g, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64)).Q
+    curvature = basis @ torch.diag(torch.linspace(1, 2, d, dtype=torch.float64)) @ basis.T
+    assert mixtures is not None
+    return optima, mixtures.double() @ optima, curvature
+
+
+def test_simplex_projection_by_hand_and_against_the_optimality_conditions() -> None:
+    # (0.9, 0.6, -1): threshold t with (0.9 - t) + (0.6 - t) = 1 is 0.25
+    assert project_simplex(torch.tensor([0.9, 0.6, -1.0])).tolist() == pytest.approx([0.65, 0.35, 0.0])
+    v = torch.randn(50, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    w = project_simplex(v)
+    assert float((w.sum(1) - 1).abs().max()) < 1e-12 and float(w.min()) >= 0
+    for row, value in zip(w, v, strict=True):  # active entries share one threshold, others lie below it
+        t = (value - row)[row > 0]
+        assert float(t.max() - t.min()) < 1e-12
+        assert bool((value[row == 0] <= t[0] + 1e-12).all())
+
+
+def test_fista_agrees_with_an_independent_solver() -> None:
+    g = torch.Generator().manual_seed(3)
+    X = torch.randn(6, 9, generator=g, dtype=torch.float64)
+    G, b = X.T @ X, torch.randn(9, generator=g, dtype=torch.float64)
+    ours = simplex_quadratic(G, b)
+    Gn, bn = G.numpy(), b.numpy()
+    ref = minimize(
+        lambda w: w @ Gn @ w - 2 * bn @ w, np.full(9, 1 / 9), jac=lambda w: 2 * (Gn @ w - bn), method="SLSQP",
+        bounds=[(0, 1)] * 9, constraints={"type": "eq", "fun": lambda w: w.sum() - 1},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )  # fmt: skip
+    assert ours.converged
+    assert float(ours.weights @ G @ ours.weights - 2 * b @ ours.weights) <= ref.fun + 1e-7
+
+
+def test_the_published_interior_solution() -> None:
+    # FedSEE spec T10: M=4, curvature (1,100,1,1), uploads .8e0+.2e1, .5e0+.5e2, .3e0+.7e3, target e0
+    uploads = torch.tensor([[0.8, 0.2, 0, 0], [0.5, 0, 0.5, 0], [0.3, 0, 0, 0.7]]).double()
+    curvature = torch.diag(torch.tensor([1.0, 100.0, 1.0, 1.0]).double())
+    target = torch.tensor([1.0, 0, 0, 0]).double()
+    solution = simplex_quadratic(uploads @ curvature @ uploads.T, uploads @ curvature @ target)
+    assert solution.weights.tolist() == pytest.approx([0.0846, 0.7437, 0.1717], abs=2e-4)
+    error = uploads.T @ solution.weights - target
+    assert float(error @ curvature @ error) == pytest.approx(0.440387, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(2, 6), st.integers(0, 1000))
+def test_sinkhorn_meets_both_marginals(n_tasks: int, n_clients: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    owner = [k for k in range(n_clients) for _ in range(1 + (k + seed) % 2)]
+    omega = sinkhorn(torch.rand(n_tasks, len(owner), generator=g) + 0.02, owner, 60)
+    assert float((omega.sum(1) - 1).abs().max()) < 1e-12
+    totals = client_mass(omega, owner, range(n_clients)).sum(0)
+    assert float((totals - n_tasks / n_clients).abs().max()) < 1e-3
+
+
+def test_sinkhorn_keeps_the_ratio_between_the_uploads_of_a_client() -> None:
+    omega = sinkhorn(torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.1, 0.6]]), [0, 0, 1], 50)
+    assert (omega[:, 0] / omega[:, 1]).tolist() == pytest.approx([3.0, 3.0])
+
+
+def test_a_server_owned_entry_is_exempt_from_the_column_constraint() -> None:
+    omega = sinkhorn(torch.tensor([[0.4, 0.4, 0.2], [0.1, 0.3, 0.6]]), [0, 1, -1], 200)
+    assert float((omega.sum(1) - 1).abs().max()) < 1e-12
+    assert float(omega[:, 0].sum()) == pytest.approx(float(omega[:, 1].sum()), abs=1e-6)
+    assert float(omega[:, 2].sum()) > 0.1
+
+
+def test_zero_steps_return_the_mean_of_the_pool_and_uniform_contributions() -> None:
+    pool = torch.randn(6, 5)
+    keys = [(i, -1) for i in range(6)]
+    omega = warm_start(keys, 3, [], None)
+    result = extract(lambda m, v: (0.0, v), pool, [k[0] for k in keys], omega, steps=0)
+    assert torch.allclose(result.experts, pool.mean(0).expand(3, -1), atol=1e-6)
+    assert torch.allclose(client_mass(result.omega, range(6), range(6)), torch.full((3, 6), 1 / 6).double())
+
+
+def test_the_row_is_the_gradient_through_the_combination() -> None:
+    g = torch.Generator().manual_seed(0)
+    pool = torch.randn(4, 7, generator=g, dtype=torch.float64)
+    target = torch.randn(7, generator=g, dtype=torch.float64)
+    omega = torch.rand(1, 4, generator=g, dtype=torch.float64)
+    leaf = omega.clone().requires_grad_(True)
+    ((leaf[0] @ pool - target) ** 2).sum().backward()
+    seen = {}
+
+    def gradient(m: int, expert: Tensor) -> tuple[float, Tensor]:
+        seen["grad"] = 2 * (expert - target)
+        return 0.0, seen["grad"]
+
+    start = project_simplex(omega)
+    leaf = start.clone().requires_grad_(True)
+    ((leaf[0] @ pool - target) ** 2).sum().backward()
+    step = 1e-3
+    out = extract(gradient, pool, range(4), omega, steps=1, lr=step, block_clip=None, row_clip=None, reg="none",
+                  projection="independent")  # fmt: skip
+    assert leaf.grad is not None
+    assert torch.allclose(out.omega, project_simplex(start - step * leaf.grad), atol=1e-12)
+
+
+def run_quadratic(
+    mixtures: Tensor, owner: list[int], steps: int = 2000, projection: str = "balanced", lr: float = 0.02
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    optima, pool, curvature = quadratic_tasks(mixtures.shape[1], mixtures)
+    M = len(optima)
+
+    def gradient(m: int, expert: Tensor) -> tuple[float, Tensor]:
+        error = expert - optima[m]
+        return float(error @ curvature @ error), 2 * curvature @ error
+
+    omega = warm_start([(o, k) for k, o in enumerate(owner)], M, [], None)
+    out = extract(gradient, pool, owner, omega, steps=steps, lr=lr, block_clip=None, row_clip=None, reg="none",
+                  projection=projection, every=1)  # fmt: skip
+    G = (pool @ curvature @ pool.T).expand(M, -1, -1)
+    b = optima @ curvature @ pool.T
+    exact = balanced_quadratic(G, b, owner)
+    return out.experts, exact @ pool, optima, exact
+
+
+def test_two_pure_anchors_per_task_make_extraction_exact() -> None:
+    mixtures = torch.eye(3).repeat(2, 1)
+    found, exact, optima, omega = run_quadratic(mixtures, list(range(6)))
+    assert float((exact - optima).norm(dim=1).max()) < 1e-6
+    assert float((found - optima).norm(dim=1).max()) < 1e-2
+
+
+def test_extraction_agrees_with_the_exact_balanced_program_and_obeys_the_coupling_bound() -> None:
+    # one pure anchor per task and three mixed clients: an anchor may give at most M / N = 1/2 of its expert
+    mixtures = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0], [0.2, 0.3, 0.5], [0.4, 0.2, 0.4]])
+    optima, pool, curvature = quadratic_tasks(3, mixtures)
+    found, exact, _, omega = run_quadratic(mixtures, list(range(6)))
+    assert float((omega.sum(1) - 1).abs().max()) < 1e-9
+    assert float((omega.sum(0) - 0.5).abs().max()) < 1e-4
+    # scaling by Sinkhorn is no Euclidean projection: where an optimum lies inside the polytope, the fixed point of
+    # gradient step and scaling has g = omega (a_m + b_p) instead of g = a_m + b_p, so agreement is to about one
+    # percent of the experts' diameter and does not improve with more steps
+    diameter = float(torch.cdist(optima, optima).max())
+    assert float((found - exact).norm(dim=1).max()) < 1e-2 * diameter
+    # Prop 11 at eps = 0: |theta_m - theta*_m|^2 <= (L_m(balanced) - L_m(independent)) / sigma_min, sigma_min = 1 here
+    error = exact - optima
+    excess = ((error @ curvature) * error).sum(1)  # the independent program reaches 0: its pool holds the anchors
+    assert float(excess.max()) > 1e-3
+    assert bool((error.square().sum(1) <= excess + 1e-9).all())
+
+
+def test_independent_extraction_recovers_anchored_experts_without_the_constraint() -> None:
+    mixtures = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0], [0.2, 0.3, 0.5], [0.4, 0.2, 0.4]])
+    found, _, optima, _ = run_quadratic(mixtures, list(range(6)), projection="independent")
+    assert float((found - optima).norm(dim=1).max()) < 1e-2
+
+
+def test_the_balanced_program_agrees_with_slsqp() -> None:
+    mixtures = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
+    optima, pool, curvature = quadratic_tasks(2, mixtures)
+    G, b = pool @ curvature @ pool.T, optima @ curvature @ pool.T
+    ours = balanced_quadratic(G.expand(2, -1, -1), b, [0, 1, 2])
+    Gn, bn = G.numpy(), b.numpy()
+
+    def value(flat: np.ndarray) -> float:
+        w = flat.reshape(2, 3)
+        return float(sum(w[m] @ Gn @ w[m] - 2 * bn[m] @ w[m] for m in range(2)))
+
+    ref = minimize(
+        value, np.full(6, 1 / 3), method="SLSQP", bounds=[(0, 1)] * 6,
+        constraints={"type": "eq", "fun": lambda f: np.r_[f.reshape(2, 3).sum(1) - 1, f.reshape(2, 3).sum(0) - 2 / 3]},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )  # fmt: skip
+    assert value(ours.numpy().ravel()) <= ref.fun + 1e-7
+
+
+def test_transport_projection_is_feasible_and_leaves_feasible_points_alone() -> None:
+    group = torch.eye(4).double()
+    v = torch.randn(3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    w = project_transport(v, group, sweeps=5000)
+    assert float((w.sum(1) - 1).abs().max()) < 1e-9 and float((w.sum(0) - 0.75).abs().max()) < 1e-6
+    assert float(w.min()) >= 0
+    assert torch.allclose(project_transport(w, group), w, atol=1e-6)
+
+
+def test_warm_start_moves_mass_with_the_client() -> None:
+    old = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
+    old_keys = [(0, 1), (1, 0), (2, 2)]
+    # client 0 uploads another expert; client 1 keeps its key and adds one; client 3 is new; client 2 is gone
+    keys = [(0, 2), (1, 0), (1, 1), (3, 0)]
+    omega = warm_start(keys, 1, old_keys, old)
+    assert omega[0].tolist() == pytest.approx([0.5, 0.15, 0.15, 1 / 3])
+
+
+def test_relabelling_clients_permutes_columns_and_relabelling_tasks_permutes_rows() -> None:
+    optima, pool, curvature = quadratic_tasks(2, torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]))
+
+    def solve(pool: Tensor, optima: Tensor) -> Tensor:
+        def gradient(m: int, expert: Tensor) -> tuple[float, Tensor]:
+            return 0.0, 2 * curvature @ (expert - optima[m])
+
+        return extract(gradient, pool, range(3), torch.full((2, 3), 1 / 3), steps=40).omega
+
+    plain, order = solve(pool, optima), [2, 0, 1]
+    assert torch.allclose(solve(pool[order], optima), plain[:, order], atol=1e-9)
+    assert torch.allclose(solve(pool, optima.flip(0)), plain.flip(0), atol=1e-9)
+
+
+def test_column_residual_and_bad_words() -> None:
+    assert column_residual(torch.tensor([[0.75, 0.25]]), [0, 1]) == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="projection is 'both'"):
+        extract(lambda m, v: (0.0, v), torch.zeros(2, 3), [0, 1], torch.ones(1, 2), projection="both")
+    with pytest.raises(ValueError, match="2 uploads"):
+        extract(lambda m, v: (0.0, v), torch.zeros(2, 3), [0, 1], torch.ones(1, 3))

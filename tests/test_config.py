@@ -1,0 +1,266 @@
+"""Configs: loading, overrides, method settings, and messages that say what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from annotated_types import Ge, Gt, Le
+
+from fedprism import config
+from fedprism.config import UserError
+
+MINIMAL = """
+name = "demo"
+seeds = [42]
+[data]
+tasks = ["sst2", "cola"]
+[method]
+names = ["fedsee", "fedit"]
+"""
+METHODS = ["fedsee", "fedit", "scaffold"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method's config as a method file would have it."""
+
+    rounds: Annotated[int, Ge(1)] = 10
+    lr: Annotated[float, Gt(0)] = 5e-4
+    fraction: Annotated[float, Ge(0), Le(1)] = 1.0
+    align: Literal["none", "lstsq"] = "none"
+    shared_pair: bool = True
+    limit: int | None = None
+    clips: tuple[float, ...] = (0.1, 0.1)
+    title: str = "plain"
+
+
+PRESETS: dict[str, dict[str, Any]] = {"default": {"align": "lstsq"}, "paper": {"lr": 1e-3, "rounds": 20}}
+
+
+def write(folder: Path, text: str = MINIMAL) -> Path:
+    path = folder / "demo.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(folder: Path, *overrides: str, text: str = MINIMAL) -> config.Experiment:
+    return config.load(write(folder, text), overrides, methods=METHODS)
+
+
+def complaint(folder: Path, *overrides: str, text: str = MINIMAL) -> str:
+    with pytest.raises(UserError) as caught:
+        load(folder, *overrides, text=text)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def resolve(shared: dict[str, Any] | None = None, own: dict[str, Any] | None = None) -> Settings:
+    return config.resolve_method(Settings, PRESETS, shared or {}, own or {}, "fedsee")
+
+
+def test_a_minimal_config_gets_the_defaults(tmp_path: Path) -> None:
+    experiment = load(tmp_path)
+    assert experiment.methods == ("fedsee", "fedit")
+    assert experiment.seeds == (42,)
+    assert experiment.data == config.DataConfig(tasks=("sst2", "cola"))
+    assert experiment.model == config.ModelConfig()
+    assert experiment.engine.threads == 2
+    assert experiment.shared == {}
+
+
+def test_shared_and_own_method_keys_are_told_apart(tmp_path: Path) -> None:
+    text = MINIMAL + "rounds = 3\n[method.fedsee]\npreset = 'paper'\nlr = 0.1\n"
+    experiment = load(tmp_path, text=text)
+    assert experiment.shared == {"rounds": 3}
+    assert experiment.own("fedsee") == {"preset": "paper", "lr": 0.1}
+    assert experiment.own("fedit") == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.clients=7", 7),
+        ("data.alpha=0.5", 0.5),
+        ("data.alpha=5", 5.0),
+        ("data.root=some/folder", "some/folder"),
+        ('data.root="12"', "12"),
+        ("data.root=", ""),
+        ("data.root = a=b", "a=b"),
+        ("data.root=2024-01-01", "2024-01-01"),
+        ("model.projection_bias=false", False),
+        ('data.tasks=["rte", "wic"]', ("rte", "wic")),
+        ("data.tasks=[rte, wic]", ("rte", "wic")),
+        ("model.head_scale=standard", "standard"),
+        ("model.head_scale=2", 2.0),
+        ("seeds=[1,2]", (1, 2)),
+        ("engine.threads=4", 4),
+    ],
+)
+def test_set_takes_values_of_every_type(tmp_path: Path, override: str, expected: Any) -> None:
+    found: Any = load(tmp_path, override)
+    for part in override.partition("=")[0].strip().split("."):
+        found = getattr(found, part)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_set_reaches_method_tables_and_makes_missing_ones(tmp_path: Path) -> None:
+    experiment = load(tmp_path, "method.lr=1e-3", "method.fedsee.align=lstsq", "method.fedsee.active=[1, 2]")
+    assert experiment.shared == {"lr": 1e-3}
+    assert experiment.own("fedsee") == {"align": "lstsq", "active": [1, 2]}
+
+
+def test_a_later_set_wins(tmp_path: Path) -> None:
+    assert load(tmp_path, "data.clients=7", "data.clients=8").data.clients == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.aplha=1", ["unknown key data.aplha", "did you mean alpha?"]),
+        ("dta.alpha=1", ["unknown key dta", "did you mean data"]),
+        ("engine.thread=1", ["engine.thread", "did you mean threads?"]),
+        ("modle.rank=1", ["unknown key modle", "did you mean model"]),
+        ("method.names=[fedse]", ["'fedse'", "did you mean fedsee"]),
+        ("method.fedsie.lr=1", ["[method.fedsie]", "did you mean fedsee"]),
+        ("data.partition=dirichlt", ["data.partition is 'dirichlt'", "did you mean dirichlet?"]),
+        ("data.clients=0", ["data.clients is 0, must be >= 1"]),
+        ("data.clients=2.5", ["data.clients is 2.5, must be a whole number"]),
+        ("data.clients='5'", ["data.clients is '5', must be a whole number"]),
+        ("data.clients=true", ["data.clients is True, must be a whole number"]),
+        ("data.alpha=-1", ["data.alpha is -1, must be > 0"]),
+        ("data.threshold=1.5", ["data.threshold is 1.5, must be <= 1"]),
+        ("data.alpha='0.1'", ["data.alpha is '0.1', must be a number"]),
+        ("data.root=3", ["data.root is 3, must be text in quotes"]),
+        ("model.projection_bias=1", ["model.projection_bias is 1, must be true or false"]),
+        ("model.projection_bias=True", ["model.projection_bias is 'True', must be true or false"]),
+        ("model.head_scale=0", ["model.head_scale is 0", "> 0 or one of standard"]),
+        ("data.tasks=sst2", ["data.tasks is 'sst2', must be a list"]),
+        ("data.tasks=[]", ["data.tasks is [], must be a list of at least 1"]),
+        ("data.tasks=[sst2, 3]", ["data.tasks[1] is 3, must be text"]),
+        ("data.tasks=[sst2, sst2]", ["data.tasks", "sst2 more than once"]),
+        ("data.public_only=[cola]", ["cola more than once"]),
+        ("seeds=[1,1]", ["seeds has 1 more than once"]),
+        ("seeds=[]", ["seeds is []", "at least 1"]),
+        ("seeds=[-1]", ["seeds[0] is -1, must be >= 0"]),
+        ("seeds=[1,x]", ["seeds[1] is 'x', must be a whole number"]),
+        ("method.names=[]", ["method.names is []", "must be a list of methods"]),
+        ("method.names=fedsee", ["method.names is 'fedsee'"]),
+        ("name=../x", ["name is '../x'"]),
+        ("data=3", ["data is 3, must be a table [data]"]),
+        ("name.x=3", ["--set", "name", "'demo'"]),
+        ("alpha", ["--set", "needs key=value"]),
+        ("=3", ["--set", "needs key=value"]),
+        ("data..alpha=3", ["--set", "needs key=value"]),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(tmp_path: Path, override: str, parts: list[str]) -> None:
+    message = complaint(tmp_path, override)
+    for part in parts:
+        assert part in message
+
+
+def test_several_mistakes_of_a_table_come_together(tmp_path: Path) -> None:
+    message = complaint(tmp_path, "data.clients=0", "data.alpha=0")
+    assert "data.clients is 0, must be >= 1; data.alpha is 0, must be > 0" in message
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    assert "method.names is missing" in complaint(tmp_path, text="name='x'\nseeds=[1]\n[data]\ntasks=['a']")
+    assert "data.tasks is missing" in complaint(tmp_path, text="name='x'\nseeds=[1]\n[method]\nnames=['fedit']")
+    assert "seeds is missing" in complaint(tmp_path, text=MINIMAL.replace("seeds = [42]", ""))
+
+
+def test_broken_toml_names_file_and_place(tmp_path: Path) -> None:
+    message = complaint(tmp_path, text="name = \n")
+    assert "demo.toml is not valid TOML" in message
+    assert "line 1" in message
+
+
+def test_a_file_that_is_not_text_is_said_to_be_none(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        config.load(path)
+
+
+def test_dumped_and_loaded_configs_are_equal(tmp_path: Path) -> None:
+    text = MINIMAL + "lr = 1e-05\nrounds = 3\n[method.fedsee]\npreset = 'paper'\nclips = [0.1, inf]\n"
+    experiment = load(tmp_path, "data.alpha=0.1", "model.head_scale=standard", text=text)
+    config.dump(experiment, tmp_path / "again.toml")
+    again = config.load(tmp_path / "again.toml")
+    assert again == experiment
+    assert config.config_hash(again) == config.config_hash(experiment)
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+
+
+def test_the_hash_tells_experiments_apart(tmp_path: Path) -> None:
+    assert config.config_hash(load(tmp_path)) == config.config_hash(load(tmp_path, "data.alpha=0.1"))
+    assert config.config_hash(load(tmp_path)) != config.config_hash(load(tmp_path, "engine.threads=1"))
+
+
+def test_own_beats_shared_beats_preset() -> None:
+    assert resolve() == Settings(align="lstsq")
+    assert resolve({"lr": 0.1}, {"preset": "paper"}) == Settings(lr=0.1, rounds=20)
+    assert resolve({"lr": 0.1}, {"preset": "paper", "lr": 0.2}) == Settings(lr=0.2, rounds=20)
+    assert resolve({"lr": 0.1, "beta": 3}) == Settings(lr=0.1, align="lstsq")
+    assert resolve(own={"clips": [1, 2], "limit": 3}) == Settings(clips=(1.0, 2.0), limit=3, align="lstsq")
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "parts"),
+    [
+        ({}, {"rounds": 0}, ["config: method.fedsee.rounds is 0, must be >= 1"]),
+        ({"rounds": 0}, {}, ["config: method.rounds is 0, must be >= 1"]),
+        ({}, {"round": 1}, ["unknown key method.fedsee.round", "did you mean rounds?"]),
+        ({}, {"preset": "papr"}, ["method.fedsee.preset is 'papr'", "did you mean paper?"]),
+        ({}, {"align": "lsq"}, ["method.fedsee.align is 'lsq'", "none, lstsq", "did you mean lstsq?"]),
+        ({}, {"rounds": "5"}, ["method.fedsee.rounds is '5', must be a whole number"]),
+        ({}, {"limit": "x"}, ["method.fedsee.limit is 'x', must be a whole number"]),
+    ],
+)
+def test_method_settings_are_checked(shared: dict[str, Any], own: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(shared, own)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_preset_with_a_stray_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="preset 'paper' sets \\['beta'\\]"):
+        config.resolve_method(Settings, {"paper": {"beta": 1}}, {}, {"preset": "paper"}, "fedsee")
+
+
+def test_a_shared_key_that_no_method_reads_is_an_error() -> None:
+    config.check_shared_used({"rounds": 1}, {"fedsee": Settings})
+    with pytest.raises(UserError, match=r"method\.ronds is read by none of fedsee; did you mean rounds\?"):
+        config.check_shared_used({"ronds": 1}, {"fedsee": Settings})
+    with pytest.raises(UserError, match=r"preset.*under \[method\.<name>\]"):
+        config.check_shared_used({"preset": "paper"}, {"fedsee": Settings})
+
+
+def test_the_config_of_one_run_stands_for_itself(tmp_path: Path) -> None:
+    text = MINIMAL + "rounds = 3\n[method.fedsee]\npreset = 'paper'\n"
+    experiment = load(tmp_path, text=text)
+    settings = resolve(experiment.shared, experiment.own("fedsee"))
+    config.dump(config.for_run(experiment, "fedsee", 42, settings), tmp_path / "run.toml")
+    alone = config.load(tmp_path / "run.toml", methods=METHODS)
+    assert (alone.methods, alone.seeds, alone.shared) == (("fedsee",), (42,), {})
+    assert resolve(alone.shared, alone.own("fedsee")) == settings
+
+
+def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path)
+    monkeypatch.setenv("FEDPRISM_CONFIGS", str(tmp_path))
+    assert config.find(path) == path
+    monkeypatch.chdir("/")
+    for name in ("demo", "demo.toml", "configs/demo.toml"):
+        assert config.find(name) == path
+    with pytest.raises(UserError, match=r"'dmo' is no file and no shipped config; did you mean demo\?"):
+        config.find("dmo")
+    with pytest.raises(UserError, match="is a folder"):
+        config.find(tmp_path)
