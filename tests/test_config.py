@@ -171,7 +171,9 @@ def test_several_mistakes_of_a_table_come_together(tmp_path: Path) -> None:
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     assert "method.names is missing" in complaint(tmp_path, text="name='x'\nseeds=[1]\n[data]\ntasks=['a']")
-    assert "data.tasks is missing" in complaint(tmp_path, text="name='x'\nseeds=[1]\n[method]\nnames=['fedit']")
+    assert "data.tasks is missing" in complaint(
+        tmp_path, text="name='x'\nseeds=[1]\n[method]\nnames=['fedit']"
+    )
     assert "seeds is missing" in complaint(tmp_path, text=MINIMAL.replace("seeds = [42]", ""))
 
 

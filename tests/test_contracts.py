@@ -15,7 +15,14 @@ from fedprism.storage import RunDirectory
 from tests.tiny import Linear, drive, facts_of, mixed_clients
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fedsee": {"rounds": 4, "init_epochs": 1, "batch_size": 8, "lr": 0.05, "public_batch": 8, "extract_steps": 6},
+    "fedsee": {
+        "rounds": 4,
+        "init_epochs": 1,
+        "batch_size": 8,
+        "lr": 0.05,
+        "public_batch": 8,
+        "extract_steps": 6,
+    },
     "scaffold": {"rounds": 4, "batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
 DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
@@ -23,7 +30,11 @@ DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
 
 def prepared(name: str) -> tuple[Any, Any, dict[int, Client]]:
     method = get_method(name)
-    return method, method.config(**SETTINGS.get(name, DEFAULT)), mixed_clients(3, 2, n=20, model=Linear(3, rank=2))
+    return (
+        method,
+        method.config(**SETTINGS.get(name, DEFAULT)),
+        mixed_clients(3, 2, n=20, model=Linear(3, rank=2)),
+    )
 
 
 def bits(value: Any) -> list[tuple[str, bytes]]:
@@ -89,7 +100,9 @@ def test_inputs_and_frozen_rows_stay_as_they_were(name: str) -> None:
     assert bits(state) == start  # servers make new trees
     for before, after in zip(ends, ends[1:], strict=False):
         assert before.round + 1 == after.round
-    assert data == [(who, split, bits(rows.columns)) for who, c in clients.items() for split, rows in c.data.items()]
+    assert data == [
+        (who, split, bits(rows.columns)) for who, c in clients.items() for split, rows in c.data.items()
+    ]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -120,5 +133,7 @@ def test_a_phase_that_breaks_its_contract_is_named() -> None:
 def test_a_client_whose_training_blows_up_is_named_and_never_averaged() -> None:
     method, cfg, clients = prepared("fedavg")
     clients[1].data["train"].columns["x"] *= float("nan")
-    with pytest.raises(RuntimeError, match=r"fedavg, phase 'update', round 0, client 1: .*lower the learning rate"):
+    with pytest.raises(
+        RuntimeError, match=r"fedavg, phase 'update', round 0, client 1: .*lower the learning rate"
+    ):
         drive(method, cfg, clients)

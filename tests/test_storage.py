@@ -42,7 +42,11 @@ def same(a: Any, b: Any) -> bool:
             and isinstance(b, Tensor)
             and a.dtype == b.dtype
             and a.shape == b.shape
-            and a.detach().contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+            and a.detach()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(b.contiguous().view(-1).view(torch.uint8))
         )
     if type(a) is not type(b):
         return False
@@ -191,7 +195,9 @@ def test_a_checkpoint_of_another_version_is_an_error(run: RunDirectory) -> None:
         w: int = 0
 
     run.save_checkpoint(1, checkpoint(), {})
-    with pytest.raises(ValueError, match=r"has the fields \['experts', 'extra', 'round', 'w'\].*needs \['w'\]"):
+    with pytest.raises(
+        ValueError, match=r"has the fields \['experts', 'extra', 'round', 'w'\].*needs \['w'\]"
+    ):
         run.load_checkpoint(Other)
 
 
@@ -326,7 +332,9 @@ def test_a_full_disk_met_by_the_tensor_writer_is_the_same_error(run: RunDirector
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(OSError, match=r"can't write .*round-0002: File too large; .* MB are free") as caught:
+        with pytest.raises(
+            OSError, match=r"can't write .*round-0002: File too large; .* MB are free"
+        ) as caught:
             run.save_checkpoint(2, State(extra=torch.zeros(1_000_000)), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -366,16 +374,20 @@ def test_metrics_are_read_back(run: RunDirectory) -> None:
 
 
 def test_numbers_of_numpy_and_torch_are_written_as_numbers(run: RunDirectory) -> None:
-    run.append_metrics({"round": np.int64(0), "a": np.float32(0.5), "m": np.eye(2), "t": torch.tensor([1, 2])})
+    run.append_metrics(
+        {"round": np.int64(0), "a": np.float32(0.5), "m": np.eye(2), "t": torch.tensor([1, 2])}
+    )
     run.write_json("x.json", {"nan": float("nan"), "b": np.bool_(True)})
     assert run.read_metrics() == [{"round": 0, "a": 0.5, "m": [[1.0, 0.0], [0.0, 1.0]], "t": [1, 2]}]
     assert math.isnan(run.read_json("x.json")["nan"])
-    with pytest.raises(TypeError, match="not JSON-ready: builtins.object"):
+    with pytest.raises(TypeError, match=r"not JSON-ready: builtins\.object"):
         run.append_metrics({"round": 1, "a": object()})
     assert len(run.read_metrics()) == 1
 
 
-@pytest.mark.parametrize("torn", ['{"round": 2, "x": 1', '{"round": 2}', '{"round": 2, "x"\n', "\0\0\0\n", "x" * 200_000])
+@pytest.mark.parametrize(
+    "torn", ['{"round": 2, "x": 1', '{"round": 2}', '{"round": 2, "x"\n', "\0\0\0\n", "x" * 200_000]
+)
 def test_a_torn_last_line_is_dropped(run: RunDirectory, torn: str) -> None:
     for k in range(2):
         run.append_metrics({"round": k})
@@ -446,7 +458,7 @@ def test_force_follows_no_links_out_of_the_directory(run: RunDirectory, tmp_path
 
 
 def test_opening_what_is_no_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="does not exist; name a directory that `fedprism run` made"):
+    with pytest.raises(FileNotFoundError, match="does not exist; name a directory that"):
         RunDirectory.open(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="is no run"):
         RunDirectory.open(tmp_path)
@@ -462,7 +474,16 @@ def test_records_that_are_missing_or_broken_are_named(run: RunDirectory) -> None
 
 def test_versions_name_what_matters() -> None:
     found = storage.versions()
-    assert {"fedprism", "python", "torch", "numpy", "transformers", "git_commit", "threads", "machine"} <= set(found)
+    assert {
+        "fedprism",
+        "python",
+        "torch",
+        "numpy",
+        "transformers",
+        "git_commit",
+        "threads",
+        "machine",
+    } <= set(found)
     assert found["torch"] == torch.__version__
     assert found["threads"] == torch.get_num_threads()
     json.dumps(found)

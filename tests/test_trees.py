@@ -15,7 +15,9 @@ def test_mean_by_hand_and_wide_sums() -> None:
     half = {"w": torch.full((1,), 0.1, dtype=torch.float16)}
     assert trees.mean([half] * 64)["w"].dtype == torch.float16
     assert float(trees.mean([half] * 64)["w"]) == float(half["w"])
-    assert int(trees.mean([{"n": torch.tensor(3)}, {"n": torch.tensor(5)}])["n"]) == 5  # counters take the maximum
+    assert (
+        int(trees.mean([{"n": torch.tensor(3)}, {"n": torch.tensor(5)}])["n"]) == 5
+    )  # counters take the maximum
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0], [float("nan"), 1.0]])

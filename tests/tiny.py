@@ -26,12 +26,20 @@ class TinyRows:
         return TinyRows(**{name: value[index] for name, value in self.columns.items()})
 
     def batches(
-        self, size: int, *, epochs: int | None = None, steps: int | None = None,
+        self,
+        size: int,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[dict[str, Tensor]]:
         made = 0
         for _ in range(epochs or 1) if steps is None else iter(int, 1):
-            order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
+            order = (
+                torch.arange(len(self))
+                if generator is None
+                else torch.randperm(len(self), generator=generator)
+            )
             for part in order.split(size):
                 if steps is not None and made == steps:
                     return
@@ -81,7 +89,9 @@ class Linear(Model):
         g = torch.Generator().manual_seed(seed % 2**62)
         inner = self.rank or self.d
         if block == "lora_A":
-            return {"lora_A.p": torch.randn(self.rank, self.d, generator=g) / self.d**0.5} if self.rank else {}
+            return (
+                {"lora_A.p": torch.randn(self.rank, self.d, generator=g) / self.d**0.5} if self.rank else {}
+            )
         if block == "lora_B":
             return {"lora_B.p": torch.zeros(self.outputs, inner)}
         if block == "router":
@@ -149,12 +159,17 @@ def mixed_clients(
         home = torch.full((n,), i % n_tasks)
         other = torch.randint(n_tasks, (n,), generator=g)
         tasks = torch.where(torch.rand(n, generator=g) < 0.8, home, other)
-        clients[i] = Client(i, model, {"train": rows(tasks), "validation": rows(tasks[:8]), "test": rows(tasks[:8])})
+        clients[i] = Client(
+            i, model, {"train": rows(tasks), "validation": rows(tasks[:8]), "test": rows(tasks[:8])}
+        )
     public = {f"task{m}": rows(torch.full((n,), m)) for m in range(n_tasks)}
     names = next(iter(public.values())).columns
     public["train"] = TinyRows(**{c: torch.cat([r.columns[c] for r in public.values()]) for c in names})
     pooled = TinyRows(**{c: torch.cat([k.data["train"].columns[c] for k in clients.values()]) for c in names})
-    held = {f"task{m}": pooled.select(torch.nonzero(pooled.columns["task"] == m).flatten()) for m in range(n_tasks)}
+    held = {
+        f"task{m}": pooled.select(torch.nonzero(pooled.columns["task"] == m).flatten())
+        for m in range(n_tasks)
+    }
     clients[-1] = Client(-1, model, public)
     clients[-2] = Client(-2, model, {"train": pooled, **held})
     return clients
@@ -167,8 +182,14 @@ def facts_of(participants: dict[int, Client], n_tasks: int = 2, seed: int = 0) -
 
 
 def drive(
-    method: Method, cfg: Any, participants: dict[int, Client], *, facts: Facts | None = None, state: Any = None,
-    stop: int | None = None, seed: int = 0,
+    method: Method,
+    cfg: Any,
+    participants: dict[int, Client],
+    *,
+    facts: Facts | None = None,
+    state: Any = None,
+    stop: int | None = None,
+    seed: int = 0,
 ) -> list[Any]:
     """Run a method through the in-process engine; returns its RoundEnds (at most `stop`)."""
     facts = facts or facts_of(participants, seed=seed)

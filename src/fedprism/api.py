@@ -17,6 +17,7 @@ import torch
 
 from fedprism import config as configs
 from fedprism.config import Experiment, UserError
+from fedprism.data import DATASETS
 from fedprism.data.federation import Federation, build_text_federation
 from fedprism.engines.inprocess import InProcess
 from fedprism.evaluation.measure import collect, evaluation_phase
@@ -146,7 +147,9 @@ def _facts(federation: Federation, seed: int) -> Facts:
 def _resolve(experiment: Experiment, name: str) -> tuple[Method, Any]:
     method = get_method(name)
     try:
-        cfg = configs.resolve_method(method.config, method.presets, experiment.shared, experiment.own(name), name)
+        cfg = configs.resolve_method(
+            method.config, method.presets, experiment.shared, experiment.own(name), name
+        )
         rounds = cfg.total_rounds
     except UserError:
         raise
@@ -253,7 +256,13 @@ def _traffic(costs: Mapping[str, Any], traffic: Mapping[int, Sequence[int]]) -> 
 
 
 def _write_records(
-    directory: RunDirectory, experiment: Experiment, name: str, seed: int, cfg: Any, federation: Federation, model: Any
+    directory: RunDirectory,
+    experiment: Experiment,
+    name: str,
+    seed: int,
+    cfg: Any,
+    federation: Federation,
+    model: Any,
 ) -> None:
     directory.write_text("config.toml", configs.dumps(configs.for_run(experiment, name, seed, cfg)))
     directory.write_json("versions.json", {**versions(), "threads": experiment.engine.threads})
@@ -266,12 +275,17 @@ def _summarise(
     lines: Sequence[Mapping[str, Any]], total: int,
 ) -> dict[str, Any]:  # fmt: skip
     if [line["round"] for line in lines] != list(range(total)):
-        raise RuntimeError(f"{name}: metrics hold rounds {[line['round'] for line in lines]}, expected 0..{total - 1}")
+        raise RuntimeError(
+            f"{name}: metrics hold rounds {[line['round'] for line in lines]}, expected 0..{total - 1}"
+        )
     chosen = lines[-1]
     if experiment.evaluation.select == "best_validation":
-        chosen = max(lines, key=lambda line: (score(line["evaluation"]["validation"])["overall"], line["round"]))
+        chosen = max(
+            lines, key=lambda line: (score(line["evaluation"]["validation"])["overall"], line["round"])
+        )
     mean = {
-        key: sum(line[key] for line in lines) / total for key in ("bytes_up_per_client", "bytes_down_per_client")
+        key: sum(line[key] for line in lines) / total
+        for key in ("bytes_up_per_client", "bytes_down_per_client")
     }
     trained = {True: 0, False: 0}
     for line in lines:
@@ -296,7 +310,9 @@ def _summarise(
     used = [line["log"]["assigned"] for line in lines if "assigned" in line["log"]]
     used = [matrix for matrix in used if all(row is not None for row in matrix)]
     if used:
-        summary["mixture"] = mixture_report(used, federation.mixtures["thresholded"], federation.mixtures["realised"])
+        summary["mixture"] = mixture_report(
+            used, federation.mixtures["thresholded"], federation.mixtures["realised"]
+        )
     tables = [line["log"]["public_losses"] for line in lines if line["log"].get("public_losses")]
     if tables:
         summary["public_losses"] = tables[-1]
@@ -310,7 +326,9 @@ def _summarise(
 def _check(experiment: Experiment) -> None:
     """Everything about an experiment that can be found wrong before any data are read."""
     resolved = {name: _resolve(experiment, name) for name in experiment.methods}
-    configs.check_shared_used(experiment.shared, {name: method.config for name, (method, _) in resolved.items()})
+    configs.check_shared_used(
+        experiment.shared, {name: method.config for name, (method, _) in resolved.items()}
+    )
     if experiment.evaluation.select == "best_validation" and not (
         experiment.evaluation.test_every == experiment.evaluation.validation_every == 1
     ):
@@ -328,9 +346,16 @@ def run_experiment(
     force: replace an existing experiment. Returns the experiment's summary (see `storage`). Raises UserError for
     what is wrong with the config, the data or the directory."""
     _check(experiment)
+    if (Path(out) / MARKER).is_file() and not force:
+        RunDirectory.create(out)  # refuses, before any work is done
+    workshop = Workshop(experiment, progress or Silent())
+    _, cfg = _resolve(experiment, experiment.methods[0])
+    workshop.get(
+        experiment.seeds[0], cfg.batch_size
+    )  # data and model are sound before a directory is made or replaced
     directory = RunDirectory.create(out, force=force)
     directory.write_text("config.toml", configs.dumps(experiment))
-    return _run_all(experiment, directory, progress or Silent())
+    return _run_all(experiment, directory, workshop)
 
 
 def resume_experiment(out: Path, progress: Progress | None = None) -> dict[str, Any]:
@@ -343,8 +368,9 @@ def resume_experiment(out: Path, progress: Progress | None = None) -> dict[str, 
         (name,), (seed,) = experiment.methods, experiment.seeds
         run = _finish(experiment, name, seed, directory, Workshop(experiment, watch), watch, (0, 1))
         watch.close()
+        write_report([directory.path])
         return {"name": experiment.name, "methods": [name], "seeds": [seed], "runs": [run]}
-    return _run_all(experiment, directory, progress or Silent())
+    return _run_all(experiment, directory, Workshop(experiment, progress or Silent()))
 
 
 def _finish(
@@ -357,8 +383,8 @@ def _finish(
     return run_method(experiment, name, seed, directory, workshop, progress, place=place)
 
 
-def _run_all(experiment: Experiment, directory: RunDirectory, progress: Progress) -> dict[str, Any]:
-    workshop = Workshop(experiment, progress)
+def _run_all(experiment: Experiment, directory: RunDirectory, workshop: Workshop) -> dict[str, Any]:
+    progress = workshop.progress
     plan = [(seed, name) for seed in experiment.seeds for name in experiment.methods]
     runs = []
     try:
@@ -407,6 +433,15 @@ def list_models() -> list[dict[str, Any]]:
         {"name": "encoder", "summary": "LoRA experts on query and value of a frozen encoder", "backbones": accepted},
         {"name": "probe", "summary": "linear heads as experts on the frozen encoder's pooled feature, computed once",
          "backbones": accepted},
+    ]  # fmt: skip
+
+
+def list_datasets() -> list[dict[str, Any]]:
+    """The data sets that come with fedprism: what each is, its rows and licence."""
+    return [
+        {"name": name, "what": source.what, "rows": source.rows, "licence": source.licence,
+         "commercial": "yes" if source.commercial else "no"}
+        for name, source in DATASETS.items()
     ]  # fmt: skip
 
 

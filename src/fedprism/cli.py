@@ -291,7 +291,7 @@ class RichProgress:
         if self.console.is_terminal:
             self._bars = Progress(
                 TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=16),
                 TextColumn("{task.fields[count]}", markup=False),
                 TextColumn("{task.fields[clock]}", style="dim"),
                 console=self.console,

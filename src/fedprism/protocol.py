@@ -133,7 +133,9 @@ class Phase:
         _check_keys(f"{where}: sent", sent.keys(), self.sends)
         stray = set(client.state) - self.keeps
         if stray:
-            raise ValueError(f"{where}: keeps {sorted(stray)} without declaring it; declared: {sorted(self.keeps)}")
+            raise ValueError(
+                f"{where}: keeps {sorted(stray)} without declaring it; declared: {sorted(self.keeps)}"
+            )
         return sent
 
 
@@ -172,8 +174,8 @@ class Method:
 
     name: str
     paper: str
-    config: type
-    state: type
+    config: type[Any]
+    state: type[Any]
     start: Callable[[Any, Any, Facts], Any]
     phases: tuple[Phase, ...]
     server: Callable[[Any, Any, Sequence[int]], Server]

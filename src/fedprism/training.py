@@ -45,7 +45,6 @@ class LocalTraining:
     momentum: Annotated[float, Ge(0), Le(0.999)] = 0.0  # sgd only
     weight_decay: NonNegative = 0.01
     clip: NonNegative = 1.0  # largest joint gradient norm; 0 = no clipping
-    participation: Annotated[float, Gt(0), Le(1)] = 1.0  # share of the clients asked each round
 
     @property
     def total_rounds(self) -> int:
@@ -188,8 +187,21 @@ def adamw(
     return trees.copy(leaves), Solved(steps, 0.0, float(total) / max(steps, 1), examples, kept)
 
 
+@dataclass(frozen=True)
+class FederatedTraining(LocalTraining):
+    """Local training of methods whose server asks clients for updates."""
+
+    participation: Annotated[float, Gt(0), Le(1)] = 1.0  # share of the clients asked each round
+
+
 def solve(
-    cfg: LocalTraining, loss: Loss, start: Tree, batches: Iterable[Any], lr: float, *, state: Tree | None = None
+    cfg: LocalTraining,
+    loss: Loss,
+    start: Tree,
+    batches: Iterable[Any],
+    lr: float,
+    *,
+    state: Tree | None = None,
 ) -> tuple[Tree, Solved]:
     """Minimise `loss` with the optimiser that `cfg` names, at rate `lr`. See `sgd` and `adamw`."""
     clip = cfg.clip or None

@@ -25,7 +25,9 @@ def _same_names(what: str, first: Mapping[str, Tensor], other: Mapping[str, Tens
         )
     for name, value in first.items():
         if value.shape != other[name].shape:
-            raise ValueError(f"{what}: '{name}' has shapes {tuple(value.shape)} and {tuple(other[name].shape)}")
+            raise ValueError(
+                f"{what}: '{name}' has shapes {tuple(value.shape)} and {tuple(other[name].shape)}"
+            )
 
 
 def add(a: Tree, b: Tree) -> Tree:

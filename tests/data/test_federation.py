@@ -214,7 +214,8 @@ def test_more_classes_of_one_task_count_for_all(
         (
             {"partition": "pure", "clients": 12, "min_examples": 6},
             r"client 0 got 10 examples, needs 11, 6 to train on and 5 for validation \(pure, 12 clients\); "
-            r"raise data.train_per_task, or lower data.min_examples, data.validation_per_client or data.clients",
+            r"raise data.train_per_task, or lower data.min_examples, data.validation_per_client "
+            r"or data.clients",
         ),
         (
             {"alpha": 0.05, "min_examples": 64, "validation_per_client": 0},

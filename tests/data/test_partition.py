@@ -63,7 +63,7 @@ def test_supply_by_hand() -> None:
 
 def test_flooring_leaves_at_most_a_row_per_client_of_an_over_asked_task() -> None:
     # An over-asked task is scaled to its supply, so each of the k clients that hold it loses less than one
-    # row to the floor: the total lies in (supply - k, supply]. Published totals: 4993 to 4998 of 5000 for N = 12.
+    # row to the floor: the total lies in (supply - k, supply]. Published, N = 12: 4993 to 4998 of 5000.
     over_asked = 0
     for seed in range(40):
         supplies = [5000, 5000, 4428, 5000, 5000, 5000]

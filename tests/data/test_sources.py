@@ -70,6 +70,15 @@ def test_own_parquet_and_csv_give_the_same_task(folder: Path, make_task: Callabl
     assert own.n_classes == 2 and load_text_task("green", folder).text_b is None
 
 
+def test_empty_csv_fields_are_no_texts(tmp_path: Path) -> None:
+    lines = ["text_a,text_b,label,split", "one,,0,train", "two,,1,train", "three,,1,public", "four,,0,test"]
+    (tmp_path / "own.csv").write_text("\n".join(lines))
+    assert load_text_task("own", tmp_path).text_b is None
+    (tmp_path / "own.csv").write_text("\n".join([*lines, ",,1,train"]))
+    with pytest.raises(ValueError, match=r"own.csv, row 4 \(the first is 0\) has no text_a"):
+        load_text_task("own", tmp_path)
+
+
 def test_missing_files_and_folders(folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no gren.parquet or gren.csv in .*; did you mean green"):
         load_text_task("gren", folder)

@@ -21,6 +21,24 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
+def write_config(
+    folder: Path, name: str, methods: Sequence[str], seeds: Sequence[int], clients: int, rounds: int
+) -> None:
+    """Writes the part of config.toml that reports read."""
+    lines = [
+        f"name = {json.dumps(name)}",
+        f"seeds = {list(seeds)}",
+        "[data]",
+        'partition = "dirichlet"',
+        "alpha = 0.1",
+        f"clients = {clients}",
+        "[method]",
+        f"names = {json.dumps(list(methods))}",
+        f"rounds = {rounds}",
+    ]
+    (folder / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def federation(seed: int, clients: int, n_tasks: int) -> dict[str, Any]:
     """Describes a Dirichlet federation whose first clients are pure."""
     rng = np.random.default_rng(seed)
@@ -39,7 +57,7 @@ def federation(seed: int, clients: int, n_tasks: int) -> dict[str, Any]:
             "thresholded": mixtures.tolist(),
             "realised": (counts / counts.sum(1, keepdims=True)).tolist(),
         },
-        "public_sizes": {task: 1000 for task in TASKS[:n_tasks]},
+        "public_sizes": dict.fromkeys(TASKS[:n_tasks], 1000),
         "notes": [f"test rows of {TASKS[n_tasks - 1]} are used by more than one client"],
     }
 
@@ -56,23 +74,38 @@ def evaluation(
         "accuracy": accuracy.tolist(),
         "loss": (1 - accuracy).tolist(),
         "n": [200] * n,
-        "per_task": {name: {"correct": int(400 * a), "n": 400} for name, a in zip(fed["tasks"], task, strict=True)},
+        "per_task": {
+            name: {"correct": int(400 * a), "n": 400} for name, a in zip(fed["tasks"], task, strict=True)
+        },
     }
     if routed:
-        names = [f"encoder.layer.{k}.attention.self.{part}" for k in range(layers) for part in ("query", "value")]
+        names = [
+            f"encoder.layer.{k}.attention.self.{part}" for k in range(layers) for part in ("query", "value")
+        ]
         usage = {}
         for k, name in enumerate(fed["tasks"]):
             rows = rng.dirichlet(np.full(m, 0.6) + 6 * np.eye(m)[k], size=len(names))
             usage[name] = rows.tolist()
         result["usage"] = {
-            "projections": names, "experts": fed["tasks"], "per_task": usage, "per_client": mixtures.tolist(),
+            "projections": names,
+            "experts": fed["tasks"],
+            "per_task": usage,
+            "per_client": mixtures.tolist(),
         }
     return result
 
 
 def write_run(
-    folder: Path, method: str, seed: int, *, clients: int, n_tasks: int, rounds: int = 6, stop_after: int | None = None,
-    layers: int = 6, name: str = "synthetic",
+    folder: Path,
+    method: str,
+    seed: int,
+    *,
+    clients: int,
+    n_tasks: int,
+    rounds: int = 6,
+    stop_after: int | None = None,
+    layers: int = 6,
+    name: str = "synthetic",
 ) -> None:
     """Writes one run directory. stop_after: rounds written before the run was interrupted."""
     fed = federation(seed, clients, n_tasks)
@@ -80,36 +113,64 @@ def write_run(
     base = LEVEL.get(method, -0.12 + 0.12 * rng.random())
     routed = method.startswith("fedsee")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(
-        f'name = "{name}"\nseeds = [{seed}]\n[data]\nkind = "text"\nalpha = 0.1\npartition = "dirichlet"\n'
-        f'clients = {clients}\n[method]\nnames = ["{method}"]\nrounds = {rounds}\n', encoding="utf-8")
-    write_json(folder / "versions.json", {"fedprism": "0.1.0", "python": "3.11.2", "torch": "2.13.0", "threads": 2})
+    write_config(folder, name, [method], [seed], clients, rounds)
+    write_json(
+        folder / "versions.json", {"fedprism": "0.1.0", "python": "3.11.2", "torch": "2.13.0", "threads": 2}
+    )
     write_json(folder / "federation.json", fed)
     write_json(folder / "model.json", {"backbone": "minilm", "projections": 2 * layers})
     count = 1 if method == "untrained" else rounds
     lines, last = [], {}
     for t in range(count if stop_after is None else stop_after):
         level = base - 0.25 * np.exp(-0.8 * (t + 1)) * (method != "untrained")
-        last = {split: evaluation(rng, fed, level, routed and split == "test", layers) for split in ("validation", "test")}
+        last = {
+            split: evaluation(rng, fed, level, routed and split == "test", layers)
+            for split in ("validation", "test")
+        }
         done = t == count - 1
-        lines.append(json.dumps({
-            "round": t, "seconds": 12.0,
-            "phases": {"update": {"seconds": 10.0, "asked": clients, "bytes_up": 10, "bytes_down": 20,
-                                  "examples": 0 if method == "untrained" else 200 * clients}},
-            "bytes_up_per_client": 1.0, "bytes_down_per_client": 2.0,
-            "evaluation": last if done else {"validation": last["validation"]}, "log": {},
-        }))
+        lines.append(
+            json.dumps(
+                {
+                    "round": t,
+                    "seconds": 12.0,
+                    "phases": {
+                        "update": {
+                            "seconds": 10.0,
+                            "asked": clients,
+                            "bytes_up": 10,
+                            "bytes_down": 20,
+                            "examples": 0 if method == "untrained" else 200 * clients,
+                        }
+                    },
+                    "bytes_up_per_client": 1.0,
+                    "bytes_down_per_client": 2.0,
+                    "evaluation": last if done else {"validation": last["validation"]},
+                    "log": {},
+                }
+            )
+        )
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if stop_after is not None:
         return
     true = np.asarray(fed["mixtures"]["thresholded"])
     summary: dict[str, Any] = {
-        "name": name, "method": method, "seed": seed, "fingerprint": fed["fingerprint"], "complete": True,
-        "rounds": count, "seconds": 12.0 * count, "threads": 2,
-        "test": metrics.score(last["test"]), "validation": metrics.score(last["validation"]),
+        "name": name,
+        "method": method,
+        "seed": seed,
+        "fingerprint": fed["fingerprint"],
+        "complete": True,
+        "rounds": count,
+        "seconds": 12.0 * count,
+        "threads": 2,
+        "test": metrics.score(last["test"]),
+        "validation": metrics.score(last["validation"]),
         "bytes_up_per_client_round": {"local_only": 0.0, "untrained": 0.0}.get(method, 147456.0),
-        "bytes_down_per_client_round": {"local_only": 0.0, "untrained": 0.0, "fedsee": 890000.0}.get(method, 147456.0),
-        "examples_trained": 200 * clients * count, "examples_public": 19200 if routed else 0, "local_epochs": count,
+        "bytes_down_per_client_round": {"local_only": 0.0, "untrained": 0.0, "fedsee": 890000.0}.get(
+            method, 147456.0
+        ),
+        "examples_trained": 200 * clients * count,
+        "examples_public": 19200 if routed else 0,
+        "local_epochs": count,
         "notes": ["public sets are used by the server only"] if routed else [],
     }
     if routed:
@@ -124,18 +185,34 @@ def write_run(
 
 
 def write_experiment(
-    folder: Path, methods: Sequence[str] = ("fedsee", "fedit", "local_only"), seeds: Sequence[int] = (42, 43), *,
-    clients: int = 6, n_tasks: int = 3, name: str = "synthetic", layers: int = 2, rounds: int = 6,
+    folder: Path,
+    methods: Sequence[str] = ("fedsee", "fedit", "local_only"),
+    seeds: Sequence[int] = (42, 43),
+    *,
+    clients: int = 6,
+    n_tasks: int = 3,
+    name: str = "synthetic",
+    layers: int = 2,
+    rounds: int = 6,
 ) -> Path:
     """Writes an experiment of complete runs and returns its folder."""
     for method in methods:
         for seed in seeds:
-            write_run(folder / method / f"seed-{seed}", method, seed, clients=clients, n_tasks=n_tasks, name=name,
-                      layers=layers, rounds=rounds)
-    names = ", ".join(f'"{method}"' for method in methods)
-    (folder / "config.toml").write_text(
-        f'name = "{name}"\nseeds = {list(seeds)}\n[data]\nkind = "text"\nalpha = 0.1\npartition = "dirichlet"\n'
-        f'clients = {clients}\n[method]\nnames = [{names}]\nrounds = {rounds}\n', encoding="utf-8")
-    runs = [json.loads((folder / m / f"seed-{s}" / "summary.json").read_text()) for m in methods for s in seeds]
-    write_json(folder / "summary.json", {"name": name, "methods": list(methods), "seeds": list(seeds), "runs": runs})
+            write_run(
+                folder / method / f"seed-{seed}",
+                method,
+                seed,
+                clients=clients,
+                n_tasks=n_tasks,
+                name=name,
+                layers=layers,
+                rounds=rounds,
+            )
+    write_config(folder, name, methods, seeds, clients, rounds)
+    runs = [
+        json.loads((folder / m / f"seed-{s}" / "summary.json").read_text()) for m in methods for s in seeds
+    ]
+    write_json(
+        folder / "summary.json", {"name": name, "methods": list(methods), "seeds": list(seeds), "runs": runs}
+    )
     return folder

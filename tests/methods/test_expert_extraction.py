@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
-from fedprism.methods.expert_extraction import (
+from fedprism.methods.expert_extraction import extract, warm_start
+from fedprism.methods.simplex import (
     balanced_quadratic,
     client_mass,
     column_residual,
-    extract,
     project_simplex,
     project_transport,
     simplex_quadratic,
     sinkhorn,
-    warm_start,
 )
 
 
@@ -156,7 +155,9 @@ def test_two_pure_anchors_per_task_make_extraction_exact() -> None:
 
 def test_extraction_agrees_with_the_exact_balanced_program_and_obeys_the_coupling_bound() -> None:
     # one pure anchor per task and three mixed clients: an anchor may give at most M / N = 1/2 of its expert
-    mixtures = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0], [0.2, 0.3, 0.5], [0.4, 0.2, 0.4]])
+    mixtures = torch.tensor(
+        [[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0], [0.2, 0.3, 0.5], [0.4, 0.2, 0.4]]
+    )
     optima, pool, curvature = quadratic_tasks(3, mixtures)
     found, exact, _, omega = run_quadratic(mixtures, list(range(6)))
     assert float((omega.sum(1) - 1).abs().max()) < 1e-9
@@ -168,13 +169,17 @@ def test_extraction_agrees_with_the_exact_balanced_program_and_obeys_the_couplin
     assert float((found - exact).norm(dim=1).max()) < 1e-2 * diameter
     # Prop 11 at eps = 0: |theta_m - theta*_m|^2 <= (L_m(balanced) - L_m(independent)) / sigma_min, sigma_min = 1 here
     error = exact - optima
-    excess = ((error @ curvature) * error).sum(1)  # the independent program reaches 0: its pool holds the anchors
+    excess = ((error @ curvature) * error).sum(
+        1
+    )  # the independent program reaches 0: its pool holds the anchors
     assert float(excess.max()) > 1e-3
     assert bool((error.square().sum(1) <= excess + 1e-9).all())
 
 
 def test_independent_extraction_recovers_anchored_experts_without_the_constraint() -> None:
-    mixtures = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0], [0.2, 0.3, 0.5], [0.4, 0.2, 0.4]])
+    mixtures = torch.tensor(
+        [[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0], [0.2, 0.3, 0.5], [0.4, 0.2, 0.4]]
+    )
     found, _, optima, _ = run_quadratic(mixtures, list(range(6)), projection="independent")
     assert float((found - optima).norm(dim=1).max()) < 1e-2
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fedprism.methods import fedsee
-from fedprism.methods.fedsee import Config, align, assign
+from fedprism.methods.expert_extraction import align
+from fedprism.methods.fedsee import Config, assign
 from fedprism.models.interface import Bank
 from fedprism.protocol import Ask, Reply, payload_bytes
 from tests.tiny import Linear, drive, facts_of, mixed_clients
@@ -53,7 +54,9 @@ def test_marginals_hold_after_every_extraction_and_after_smoothing(rank: int) ->
         C = torch.tensor(end.log["contributions"])
         assert float((C.sum(1) - 1).abs().max()) < 1e-6 and float((C.sum(0) - 0.5).abs().max()) < 1e-3
         smooth = torch.tensor(end.log["smoothed"])
-        assert float((smooth.sum(1) - 1).abs().max()) < 1e-6 and float((smooth.sum(0) - 0.5).abs().max()) < 1e-3
+        assert (
+            float((smooth.sum(1) - 1).abs().max()) < 1e-6 and float((smooth.sum(0) - 0.5).abs().max()) < 1e-3
+        )
         assert all(k >= -1e-9 for k in end.log.get("kl", [])) and end.log["column_residual"] < 1e-3
 
 
@@ -96,7 +99,11 @@ def test_bytes_up_are_the_active_blocks_the_pair_and_the_router() -> None:
                "usable": usable, "active": trained, "target": c, "lr": 0.05}  # fmt: skip
         sent = fedsee.update(clients[0], got, cfg)
         sizes[active] = payload_bytes({k: sent[k] for k in ("blocks", "pair", "router")})
-    block, pair, router = 2 * 2 * 4, (2 * 3 + 2 * 2) * 4, (2 * 3 + 2) * 4  # B (2,2); A (2,3) and B; weight and bias
+    block, pair, router = (
+        2 * 2 * 4,
+        (2 * 3 + 2 * 2) * 4,
+        (2 * 3 + 2) * 4,
+    )  # B (2,2); A (2,3) and B; weight and bias
     assert sizes == {1: block + pair + router, 2: 2 * block + pair + router}
 
 
@@ -109,7 +116,11 @@ def test_the_server_by_hand_with_written_replies() -> None:
     state = fedsee.start(cfg, model, facts)
     server = fedsee.server(cfg, state, facts.clients)
     ask = next(server)
-    assert isinstance(ask, Ask) and ask.phase == "initialize" and set(ask.body) == {"A", "B", "head", "epochs", "lr"}
+    assert (
+        isinstance(ask, Ask)
+        and ask.phase == "initialize"
+        and set(ask.body) == {"A", "B", "head", "epochs", "lr"}
+    )
 
     def reply(i: int, a: float, b: float) -> Reply:
         tree = {"A": {"lora_A.p": torch.tensor([[a, 0.0]])}, "B": {"lora_B.p": torch.tensor([[b], [0.0]])}}

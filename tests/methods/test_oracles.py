@@ -78,7 +78,9 @@ def test_adamw_continued_equals_adamw_uninterrupted() -> None:
 
 def test_one_full_batch_step_is_gradient_descent_on_the_weighted_sum() -> None:
     clients = quadratic_clients(A, B)
-    clients[1].data = {"train": TinyRows(a=torch.tensor([4.0, 4.0, 4.0]).double(), b=torch.ones(3).double())}  # n = 3
+    clients[1].data = {
+        "train": TinyRows(a=torch.tensor([4.0, 4.0, 4.0]).double(), b=torch.ones(3).double())
+    }  # n = 3
     cfg = fedavg.Config(**{**STEPS, "local_steps": 1, "lr": 0.1, "batch_size": 8}, rounds=1)
     ends = drive(fedavg.FEDAVG, cfg, clients)
     # gradient at 0: 1/4 * (1 * (0 - 0)) + 3/4 * (4 * (0 - 1)) = -3
@@ -152,7 +154,9 @@ def test_fine_tuning_for_zero_epochs_is_fedavg_and_leaves_the_global_tree_alone(
 def test_untrained_and_public_only_and_centralised_run_through_the_engine() -> None:
     clients = mixed_clients()
     (end,) = drive(references.UNTRAINED, references.UntrainedConfig(), clients)
-    logits = references.untrained_predictor(clients[0], {}, None)(next(clients[0].data["test"].batches(8))).logits
+    logits = references.untrained_predictor(clients[0], {}, None)(
+        next(clients[0].data["test"].batches(8))
+    ).logits
     assert torch.equal(logits, torch.zeros_like(logits)) and end.round == 0
     for method, config in (
         (references.PUBLIC_ONLY, references.PublicConfig),

@@ -83,7 +83,9 @@ class InProcess:
             replies.append(self._serve(phase, ask, identity, round, repeat, cost))
         return replies
 
-    def _serve(self, phase: Phase, ask: Ask, identity: int, round: int, repeat: int, cost: PhaseCost) -> Reply:
+    def _serve(
+        self, phase: Phase, ask: Ask, identity: int, round: int, repeat: int, cost: PhaseCost
+    ) -> Reply:
         client = self.participants[identity]
         client.generator.manual_seed(derive_seed(self.seed, round, repeat, phase.name, identity))
         got = {**ask.body, **ask.each.get(identity, {})}
@@ -94,7 +96,9 @@ class InProcess:
             sent = phase(client, got, self.cfg)
             broken = first_non_finite(sent)
             if broken is not None:
-                raise FloatingPointError(f"sent '{broken}' with values that are not finite; lower the learning rate")
+                raise FloatingPointError(
+                    f"sent '{broken}' with values that are not finite; lower the learning rate"
+                )
             attached = next((path for path, tensor in tensors_in(sent) if tensor.requires_grad), None)
             if attached is not None:
                 raise ValueError(f"sent '{attached}' with its gradient graph; detach it")

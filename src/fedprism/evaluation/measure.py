@@ -85,7 +85,9 @@ def collect(replies: Sequence[Reply], tasks: Sequence[str], projections: Sequenc
                 task: (usage[k] / tokens[k]).tolist() for k, task in enumerate(tasks) if float(tokens[k]) > 0
             },
             "per_client": [
-                (r.body["usage"].sum(0) / r.body["tokens"].sum()).mean(0).tolist() if r.body["usage"].numel() else None
+                (r.body["usage"].sum(0) / r.body["tokens"].sum()).mean(0).tolist()
+                if r.body["usage"].numel()
+                else None
                 for r in replies
             ],
         }

@@ -30,7 +30,9 @@ def _client_values(name: str, accuracies: ArrayLike) -> Array:
     """Return a (N,) float64 array; ValueError for no client, another shape or a value that is not finite."""
     values = np.asarray(accuracies, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"{name}: got shape {values.shape}, needs one accuracy per client, at least one client")
+        raise ValueError(
+            f"{name}: got shape {values.shape}, needs one accuracy per client, at least one client"
+        )
     if not np.isfinite(values).all():
         bad = np.flatnonzero(~np.isfinite(values)).tolist()
         raise ValueError(f"{name}: client {bad[0]} has accuracy {values[bad[0]]}, needs a finite number")
@@ -134,11 +136,16 @@ def confusion_counts(labels: ArrayLike, predictions: ArrayLike, n_classes: int) 
     """
     true, predicted = np.asarray(labels, dtype=np.int64), np.asarray(predictions, dtype=np.int64)
     if true.shape != predicted.shape or true.ndim != 1:
-        raise ValueError(f"confusion_counts: got shapes {true.shape} and {predicted.shape}, needs two equal (n,)")
+        raise ValueError(
+            f"confusion_counts: got shapes {true.shape} and {predicted.shape}, needs two equal (n,)"
+        )
     both = np.concatenate([true, predicted])
     if both.size and not (both.min() >= 0 and both.max() < n_classes):
-        raise ValueError(f"confusion_counts: got classes {both.min()}..{both.max()}, needs 0..{n_classes - 1}")
-    return np.bincount(true * n_classes + predicted, minlength=n_classes**2).reshape(n_classes, n_classes)
+        raise ValueError(
+            f"confusion_counts: got classes {both.min()}..{both.max()}, needs 0..{n_classes - 1}"
+        )
+    cells = np.bincount(true * n_classes + predicted, minlength=n_classes**2)
+    return np.asarray(cells, dtype=np.int64).reshape(n_classes, n_classes)
 
 
 def matthews_correlation(confusion: ArrayLike) -> float:
@@ -201,7 +208,8 @@ def best_feasible_mae(mixtures: ArrayLike) -> float:
     )
     if not solved.success:
         raise ArithmeticError(f"best_feasible_mae: the linear program of {n} x {m} failed: {solved.message}")
-    return max(float(solved.fun) / cells, 0.0)
+    error = float(solved.fun / cells)
+    return max(error, 0.0)
 
 
 def mixture_report(estimated: ArrayLike, partitioner: ArrayLike, realised: ArrayLike) -> dict[str, Any]:
@@ -210,9 +218,9 @@ def mixture_report(estimated: ArrayLike, partitioner: ArrayLike, realised: Array
     estimated: (N, M), rows sum to 1; or (T, N, M), the matrices *used* in rounds 1..T, which are averaged.
     partitioner: (N, M) proportions after thresholding, the "true" ones (A29). realised: (N, M) shares of the
     examples the clients hold. Returns a JSON-ready dict: the three matrices; "mae" and "mae_realised", mean
-    absolute differences over all cells; "best_feasible_mae" of the partitioner's; "slope" of the least squares
-    line of estimated on true, None when all true entries are equal; "pure_argmax_accuracy", share of the clients
-    with a single task whose largest estimate is that task, None without such a client.
+    absolute differences over all cells; "best_feasible_mae" of the partitioner's; "slope" of the least
+    squares line of estimated on true, None when all true entries are equal; "pure_argmax_accuracy", share of
+    the clients with a single task whose largest estimate is that task, None without such a client.
     Raises ValueError for differing shapes or rows that are no mixtures.
     """
     guess = np.asarray(estimated, dtype=np.float64)
@@ -250,6 +258,13 @@ def group_runs(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return groups
 
 
+def reference_label(runs: Iterable[Run]) -> str | None:
+    """The label others are compared with: fedsee where there is one, else the first; None without runs."""
+    groups = group_runs(runs)
+    named = [label for label, members in groups.items() if members[0]["method"] == "fedsee"]
+    return next(iter([*named, *groups]), None)
+
+
 def _spread_of(runs: Sequence[Run], *path: str) -> Spread | None:
     """Spread of a number at a path of keys over the runs that have it; None when no run has it."""
     values = []
@@ -265,11 +280,11 @@ def _spread_of(runs: Sequence[Run], *path: str) -> Spread | None:
 def summarise_runs(runs: Iterable[Run]) -> list[dict[str, Any]]:
     """One JSON-ready entry per label, numbers as spreads over its seeds (FedSEE spec 8).
 
-    runs: complete run summaries. Returns entries {"label", "method", "seeds", "test", "validation", "seconds",
-    "bytes_up_per_client_round", "bytes_down_per_client_round", "examples_trained", "examples_public",
-    "local_epochs", "rounds", "mixture"}; "test" and "validation" hold spreads of the scores and, under
-    "per_task", of every task; "mixture" spreads of "mae", "mae_realised", "best_feasible_mae", "slope" and
-    "pure_argmax_accuracy". What no run of the label has is None.
+    runs: complete run summaries. Returns entries {"label", "method", "seeds", "test", "validation",
+    "seconds", "bytes_up_per_client_round", "bytes_down_per_client_round", "examples_trained",
+    "examples_public", "local_epochs", "rounds", "mixture"}; "test" and "validation" hold spreads of the
+    scores and, under "per_task", of every task; "mixture" spreads of "mae", "mae_realised",
+    "best_feasible_mae", "slope" and "pure_argmax_accuracy". What no run of the label has is None.
     """
     entries = []
     for label, members in group_runs(runs).items():
@@ -279,13 +294,25 @@ def summarise_runs(runs: Iterable[Run]) -> list[dict[str, Any]]:
             "seeds": [run["seed"] for run in members],
         }
         for split in ("test", "validation"):
-            tasks = dict.fromkeys(task for run in members for task in (run.get(split) or {}).get("per_task", {}))
-            scored = [{**run, split: {**run[split], "per_task": task_accuracies(run[split].get("per_task", {}))}}
-                      for run in members if run.get(split)]
+            tasks = dict.fromkeys(
+                task for run in members for task in (run.get(split) or {}).get("per_task", {})
+            )
+            scored = [
+                {**run, split: {**run[split], "per_task": task_accuracies(run[split].get("per_task", {}))}}
+                for run in members
+                if run.get(split)
+            ]
             entry[split] = {name: _spread_of(scored, split, name) for name in SCORES}
             entry[split]["per_task"] = {task: _spread_of(scored, split, "per_task", task) for task in tasks}
-        for name in ("seconds", "bytes_up_per_client_round", "bytes_down_per_client_round", "examples_trained",
-                     "examples_public", "local_epochs", "rounds"):
+        for name in (
+            "seconds",
+            "bytes_up_per_client_round",
+            "bytes_down_per_client_round",
+            "examples_trained",
+            "examples_public",
+            "local_epochs",
+            "rounds",
+        ):
             entry[name] = _spread_of(members, name)
         entry["mixture"] = {
             name: _spread_of(members, "mixture", name)
@@ -327,14 +354,19 @@ def paired_summary(runs: Iterable[Run], reference: str) -> list[dict[str, Any]]:
         def difference(pick: Any, shared: Any = shared, own: Any = own) -> Spread | None:
             if not shared:
                 return None
-            return paired_differences({k: pick(own[k]["test"]) for k in shared}, {k: pick(base[k]["test"]) for k in shared})
+            return paired_differences(
+                {k: pick(own[k]["test"]) for k in shared}, {k: pick(base[k]["test"]) for k in shared}
+            )
 
         for name in SCORES:
             entry[name] = difference(lambda test, name=name: test[name])
-        tables = [task_accuracies(side[key]["test"].get("per_task", {})) for key in shared for side in (own, base)]
+        tables = [
+            task_accuracies(side[key]["test"].get("per_task", {})) for key in shared for side in (own, base)
+        ]
         tasks = [task for task in (tables[0] if tables else {}) if all(task in table for table in tables)]
         entry["per_task"] = {
-            task: difference(lambda test, task=task: task_accuracies(test["per_task"])[task]) for task in tasks
+            task: difference(lambda test, task=task: task_accuracies(test["per_task"])[task])
+            for task in tasks
         }
         entries.append(entry)
     return entries
@@ -343,26 +375,29 @@ def paired_summary(runs: Iterable[Run], reference: str) -> list[dict[str, Any]]:
 def negative_transfer(runs: Iterable[Run], baseline: str = "local_only") -> list[dict[str, Any]]:
     """Clients that a method serves worse than their own local training (FedSEE spec 8: difference < 0).
 
-    runs: complete run summaries. baseline: the label that trains without communication. Runs are paired as in
-    `paired_summary`. Returns for every other label {"label", "seeds", "n_clients", "below" (spread of the number
-    of clients below the baseline), "difference" (spread of the mean difference)}; empty without the baseline.
+    runs: complete run summaries. baseline: the method that trains without communication. Runs are paired as
+    in `paired_summary`. Returns for every label of another method {"label", "seeds", "n_clients", "below"
+    (spread of the number of clients below the baseline), "difference" (spread of the mean difference)}; empty
+    without the baseline.
     """
-    groups = group_runs(runs)
-    base = _by_seed(groups.get(baseline, []))
+    known = list(runs)
+    base = _by_seed(run for run in known if run["method"] == baseline)
     entries = []
-    for label, members in groups.items():
+    for label, members in group_runs(run for run in known if run["method"] != baseline).items():
         own = _by_seed(members)
         shared = [key for key in own if key in base]
-        if label == baseline or not shared:
+        if not shared:
             continue
         gaps = [np.subtract(own[key]["test"]["clients"], base[key]["test"]["clients"]) for key in shared]
-        entries.append({
-            "label": label,
-            "seeds": [seed for seed, _ in shared],
-            "n_clients": int(gaps[0].size),
-            "below": spread(int((gap < -1e-12).sum()) for gap in gaps),
-            "difference": spread(float(gap.mean()) for gap in gaps),
-        })
+        entries.append(
+            {
+                "label": label,
+                "seeds": [seed for seed, _ in shared],
+                "n_clients": int(gaps[0].size),
+                "below": spread(int((gap < -1e-12).sum()) for gap in gaps),
+                "difference": spread(float(gap.mean()) for gap in gaps),
+            }
+        )
     return entries
 
 

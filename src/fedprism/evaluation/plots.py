@@ -7,7 +7,6 @@ None when its data are not there (a method without mixtures, a run stopped befor
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,13 +22,15 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from fedprism.evaluation import metrics
+from fedprism.storage import RunDirectory
 
 Array = NDArray[np.float64]
 Experiment = Mapping[str, Any]
 
 WIDTH = 8.0  # inches
 PNG_DPI = 200  # dots per inch; twice the nominal 100, for dense screens
-# Okabe and Ito's colours without yellow (too pale on white), and two of Paul Tol's: safe for colour-blind eyes.
+# Okabe and Ito's colours without yellow (too pale on white), and two of Paul Tol's: safe for colour-blind
+# eyes.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#444444")
 MARKERS = "os^DvPX*<>"
 INK, FAINT = "#222222", "#9a9a9a"
@@ -57,30 +58,6 @@ STYLE = {
 }
 
 
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics.jsonl, one per round; a last line cut by a crash is left out.
-
-    run_dir: a run directory; without the file the list is empty. Where a resumed run wrote a round twice the
-    later line counts. Raises ValueError for a damaged line in the middle.
-    """
-    path = Path(run_dir) / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    rounds: dict[int, dict[str, Any]] = {}
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            rounds[int(entry["round"])] = entry
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}: line {number} is damaged ({error}); remove it or run again") from error
-    return [rounds[key] for key in sorted(rounds)]
-
-
 def method_colours(labels: Sequence[str]) -> dict[str, str]:
     """A colour per label; FedSEE is always blue, so figures of different runs agree. Repeats after nine."""
     ordered = sorted(labels, key=lambda label: label.split(" ")[0] != "fedsee")
@@ -91,13 +68,6 @@ def _colours(experiment: Experiment) -> dict[str, str]:
     """Colours of all labels of an experiment, the same in every figure of it."""
     runs = [*experiment["runs"], *experiment.get("incomplete", [])]
     return method_colours(list(metrics.group_runs(runs)))
-
-
-def reference_label(experiment: Experiment) -> str | None:
-    """The label others are compared with: fedsee where there is one, else the first; None without runs."""
-    labels = list(metrics.group_runs(experiment["runs"]))
-    named = [label for label in labels if label.split(" ")[0] == "fedsee"]
-    return (named or labels or [None])[0]  # type: ignore[list-item]
 
 
 def tasks_of(run: Mapping[str, Any]) -> list[str]:
@@ -117,7 +87,8 @@ def _figure(height: float) -> Figure:
 
 
 def _spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions nearest to the wanted ones, in the same order, at least `gap` apart, inside low..high if it fits.
+    """Positions nearest to the wanted ones, in the same order, at least `gap` apart, inside low..high if it
+    fits.
 
     Pools neighbours that collide into blocks centred on the mean of what their members want.
     """
@@ -146,12 +117,18 @@ def _curves(experiment: Experiment, by_examples: bool) -> dict[str, tuple[Array,
     stopped = metrics.group_runs(experiment.get("incomplete", []))
     result = {}
     for label in [*complete, *(label for label in stopped if label not in complete)]:
-        name, seeds = (label, complete[label]) if label in complete else (f"{label} (incomplete)", stopped[label])
+        name, seeds = (
+            (label, complete[label]) if label in complete else (f"{label} (incomplete)", stopped[label])
+        )
         curves: list[dict[int, tuple[float, float]]] = []
         for run in seeds:
             curve, examples, counted = {}, 0.0, False
-            for line in read_metrics(run["dir"]) if run.get("dir") else []:
-                asked = [phase["examples"] for phase in (line.get("phases") or {}).values() if phase.get("examples")]
+            for line in RunDirectory(Path(run["dir"])).read_metrics() if run.get("dir") else []:
+                asked = [
+                    phase["examples"]
+                    for phase in (line.get("phases") or {}).values()
+                    if phase.get("examples")
+                ]
                 examples, counted = examples + sum(asked), counted or bool(asked)
                 found = (line.get("evaluation") or {}).get("validation")
                 if found and found.get("accuracy") and (counted or not by_examples):
@@ -191,21 +168,44 @@ def learning_curves(experiment: Experiment, by_examples: bool = False) -> Figure
             ax.plot([0, last], [mean[0], mean[0]], ":", color=colour, lw=1.6, zorder=2)
         if len(values) > 1 and len(x) > 1:
             sd = 100 * values.std(0, ddof=1)
-            ax.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.13 if len(curves) <= 5 else 0.06, lw=0, zorder=1)
+            ax.fill_between(
+                x,
+                mean - sd,
+                mean + sd,
+                color=colour,
+                alpha=0.13 if len(curves) <= 5 else 0.06,
+                lw=0,
+                zorder=1,
+            )
         ends.append(float(mean[-1]))
         tops.append((float(x[-1]) if len(x) > 1 else last, colour, name))
     low, high = ax.get_ylim()
     ax.set_ylim(low, high)
-    # Text of 8.5 points needs about 0.15 inches of height; the axes are roughly 0.75 inches less than the figure.
+    # Text of 8.5 points needs about 0.15 inches of height; the axes are roughly 0.75 inches less than the
+    # figure.
     gap = (high - low) * 0.155 / (figure.get_size_inches()[1] - 0.75)
     places = _spread_labels(ends, gap, low, high)
     for place, end, (x_end, colour, name) in zip(places, ends, tops, strict=True):
         leader = "-" if x_end > 0.95 * last else (0, (1, 3))  # a long leader must not look like a curve
         ax.annotate(
-            f"{name}  {end:.1f}", (x_end, end), (1.02, (place - low) / (high - low)), textcoords="axes fraction",
-            va="center", fontsize=8.5, color=_dark(colour), fontweight="bold", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "ls": leader, "shrinkA": 2, "shrinkB": 4,
-                        "relpos": (0, 0.5)},
+            f"{name}  {end:.1f}",
+            (x_end, end),
+            (1.02, (place - low) / (high - low)),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8.5,
+            color=_dark(colour),
+            fontweight="bold",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "lw": 0.7,
+                "ls": leader,
+                "shrinkA": 2,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
         )
     if by_examples:
         ax.set_xlabel("training examples seen so far, all clients together (thousands)")
@@ -223,9 +223,9 @@ def learning_curves(experiment: Experiment, by_examples: bool = False) -> Figure
 def client_accuracies(experiment: Experiment, reference: str | None = None) -> Figure | None:
     """Test accuracy of every client, one panel per method, clients in the same order in all panels.
 
-    The order is by the reference's accuracy, lowest first; its values are the grey steps in every panel, so a dot
-    below the grey line is a client that this method serves worse. Several seeds are pooled. A method whose
-    clients are not the reference's (another federation) is sorted by itself, without a grey line.
+    The order is by the reference's accuracy, lowest first; its values are the grey steps in every panel, so a
+    dot below the grey line is a client that this method serves worse. Several seeds are pooled. A method
+    whose clients are not the reference's (another federation) is sorted by itself, without a grey line.
     """
     groups = {
         label: {(run["seed"], run.get("fingerprint")): run for run in runs if run.get("test")}
@@ -234,7 +234,7 @@ def client_accuracies(experiment: Experiment, reference: str | None = None) -> F
     groups = {label: runs for label, runs in groups.items() if runs}
     if not groups:
         return None
-    first = reference if reference in groups else reference_label(experiment)
+    first = reference if reference in groups else metrics.reference_label(experiment["runs"])
     first = first if first in groups else next(iter(groups))
     base = groups[first]
     colours = _colours(experiment)
@@ -250,7 +250,9 @@ def client_accuracies(experiment: Experiment, reference: str | None = None) -> F
         own = {key: groups[label][key]["test"]["clients"] for key in keys or groups[label]}
         names = [client for key in own for client in range(len(own[key]))]
         values = 100 * np.concatenate([np.asarray(own[key], dtype=float) for key in own])
-        compared = np.concatenate([np.asarray(base[key]["test"]["clients"], float) for key in own]) if keys else None
+        compared = (
+            np.concatenate([np.asarray(base[key]["test"]["clients"], float) for key in own]) if keys else None
+        )
         order = np.argsort(values if compared is None else compared, kind="stable")
         x = np.arange(len(values))
         size = float(np.clip(420 / len(values), 4, 26))
@@ -259,7 +261,11 @@ def client_accuracies(experiment: Experiment, reference: str | None = None) -> F
         ax.scatter(x, values[order], s=size, color=colours[label], zorder=3, lw=0)
         mean = values.mean()
         ax.axhline(mean, color=colours[label], lw=0.9, ls=(0, (4, 3)), zorder=2)
-        worse = "" if compared is None or label == first else f", {int((values < 100 * compared - 1e-9).sum())} below"
+        worse = (
+            ""
+            if compared is None or label == first
+            else f", {int((values < 100 * compared - 1e-9).sum())} below"
+        )
         ax.set_title(label, color=_dark(colours[label]), fontweight="bold", loc="left", pad=15)
         ax.text(0, 1.015, f"mean {mean:.1f} %{worse}", transform=ax.transAxes, va="bottom", fontsize=8)
         ax.grid(axis="y")
@@ -268,7 +274,7 @@ def client_accuracies(experiment: Experiment, reference: str | None = None) -> F
         else:
             ax.set_xticks([])
         ax.set_xlim(-0.8, len(values) - 0.2)
-    for ax in axes.flat[len(labels):]:
+    for ax in axes.flat[len(labels) :]:
         ax.set_visible(False)
     n = len(next(iter(base.values()))["test"]["clients"])
     seeds = "" if len(base) == 1 else f" of {len(base)} seeds"
@@ -299,15 +305,36 @@ def mixture_scatter(experiment: Experiment, label: str) -> Figure | None:
     figure = _figure(4.6)
     ax, side = figure.subplots(1, 2, width_ratios=[4.6, 2.6])
     ax.plot([0, 100], [0, 100], color=FAINT, lw=1, zorder=1)
-    ax.text(92, 94, "exact", color="#6b6b6b", ha="right", va="bottom", rotation=45, rotation_mode="anchor", fontsize=8)
+    ax.text(
+        92,
+        94,
+        "exact",
+        color="#6b6b6b",
+        ha="right",
+        va="bottom",
+        rotation=45,
+        rotation_mode="anchor",
+        fontsize=8,
+    )
     size = float(np.clip(2600 / true.size, 9, 34))
     for m in range(true.shape[1]):
         ax.scatter(
-            100 * true[:, m], 100 * guess[:, m], s=size, color=PALETTE[m % len(PALETTE)], alpha=0.8, lw=0,
-            marker=MARKERS[m % len(MARKERS)], label=tasks[m] if m < len(tasks) else f"task {m}", zorder=3, clip_on=False,
+            100 * true[:, m],
+            100 * guess[:, m],
+            s=size,
+            color=PALETTE[m % len(PALETTE)],
+            alpha=0.8,
+            lw=0,
+            marker=MARKERS[m % len(MARKERS)],
+            label=tasks[m] if m < len(tasks) else f"task {m}",
+            zorder=3,
+            clip_on=False,
         )
-    mean = {name: np.mean([run["mixture"][name] for run in runs])
-            for name in ("mae", "best_feasible_mae") if all(run["mixture"].get(name) is not None for run in runs)}
+    mean = {
+        name: np.mean([run["mixture"][name] for run in runs])
+        for name in ("mae", "best_feasible_mae")
+        if all(run["mixture"].get(name) is not None for run in runs)
+    }
     lines = [f"mean absolute error: {100 * mean['mae']:.1f} points"] if "mae" in mean else []
     if "best_feasible_mae" in mean:
         lines.append(f"best feasible error: {100 * mean['best_feasible_mae']:.1f} points")
@@ -321,8 +348,15 @@ def mixture_scatter(experiment: Experiment, label: str) -> Figure | None:
     ax.set_ylabel(f"share estimated by {label} (%)")
     ax.grid()
     side.axis("off")
-    side.legend(*ax.get_legend_handles_labels(), loc="upper left", frameon=False, title="task", alignment="left",
-                borderaxespad=0, handletextpad=0.2)
+    side.legend(
+        *ax.get_legend_handles_labels(),
+        loc="upper left",
+        frameon=False,
+        title="task",
+        alignment="left",
+        borderaxespad=0,
+        handletextpad=0.2,
+    )
     side.text(0, 0, "\n".join(lines), transform=side.transAxes, fontsize=9, va="bottom", linespacing=1.6)
     return figure
 
@@ -350,8 +384,15 @@ def mixture_heatmaps(experiment: Experiment, label: str) -> Figure | None:
             for row, i in enumerate(order):
                 for m in range(true.shape[1]):
                     if values[i, m] >= 0.5:
-                        ax.text(m, row, f"{values[i, m]:.0f}", ha="center", va="center", fontsize=7.5,
-                                color="white" if values[i, m] > 55 else INK)
+                        ax.text(
+                            m,
+                            row,
+                            f"{values[i, m]:.0f}",
+                            ha="center",
+                            va="center",
+                            fontsize=7.5,
+                            color="white" if values[i, m] > 55 else INK,
+                        )
         for side in ax.spines.values():
             side.set_visible(False)
         ax.tick_params(length=0)
@@ -363,26 +404,37 @@ def mixture_heatmaps(experiment: Experiment, label: str) -> Figure | None:
         axes[0].set_ylabel(f"{len(true)} clients, grouped by main task")
     bar = figure.colorbar(picture, ax=list(axes), shrink=0.7, pad=0.015, aspect=30)
     bar.set_label("share (%)")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     return figure
 
 
 def _task_ticks(ax: Any, tasks: Sequence[str], own: int | None = None) -> None:
     """Task names under a heat map, slanted when they are too many to stand; one of them may be bold."""
     tilted = len(tasks) > 4
-    ax.set_xticks(range(len(tasks)), tasks, rotation=40 if tilted else 0, ha="right" if tilted else "center",
-                  rotation_mode="anchor" if tilted else "default", fontsize=8)
+    ax.set_xticks(
+        range(len(tasks)),
+        tasks,
+        rotation=40 if tilted else 0,
+        ha="right" if tilted else "center",
+        rotation_mode="anchor" if tilted else "default",
+        fontsize=8,
+    )
     if own is not None and own < len(tasks):
         ax.get_xticklabels()[own].set_fontweight("bold")
 
 
 def _mean_over_seeds(runs: Sequence[Mapping[str, Any]], key: str) -> tuple[list[str], Array, int] | None:
-    """(task names, mean of a matrix over the seeds with the same tasks, number of seeds), None without one."""
+    """(task names, mean of a matrix over the seeds with the same tasks, number of seeds), None without
+    one."""
     having = [run for run in runs if run.get(key)]
     having = [run for run in having if tasks_of(run) == tasks_of(having[0])]
     if not having:
         return None
-    return tasks_of(having[0]), np.mean([np.asarray(run[key], dtype=float) for run in having], axis=0), len(having)
+    return (
+        tasks_of(having[0]),
+        np.mean([np.asarray(run[key], dtype=float) for run in having], axis=0),
+        len(having),
+    )
 
 
 def public_losses(experiment: Experiment, label: str) -> Figure | None:
@@ -391,7 +443,9 @@ def public_losses(experiment: Experiment, label: str) -> Figure | None:
     Rows are experts, columns tasks. The smallest of a row carries a dot, the best expert of a task a frame;
     extraction works when both lie on the diagonal.
     """
-    found = _mean_over_seeds([run for run in experiment["runs"] if metrics.label_of(run) == label], "public_losses")
+    found = _mean_over_seeds(
+        [run for run in experiment["runs"] if metrics.label_of(run) == label], "public_losses"
+    )
     if found is None:
         return None
     tasks, losses, _ = found
@@ -400,28 +454,40 @@ def public_losses(experiment: Experiment, label: str) -> Figure | None:
     ax = figure.add_subplot()
     low, high = float(losses.min()), float(losses.max())
     margin = max(high - low, 1e-3)  # colours stop short of the darkest, so that the numbers stay readable
-    picture = ax.imshow(losses, cmap="Purples", aspect="auto", vmin=low - 0.15 * margin, vmax=high + 0.45 * margin)
+    picture = ax.imshow(
+        losses, cmap="Purples", aspect="auto", vmin=low - 0.15 * margin, vmax=high + 0.45 * margin
+    )
     for k in range(count):
         for m in range(losses.shape[1]):
             smallest = losses[k, m] <= losses[k].min()
             best = losses[k, m] <= losses[:, m].min()
-            ax.text(m, k, f"{losses[k, m]:.3f}" + (" ●" if smallest else ""), ha="center", va="center", fontsize=8.5,
-                    fontweight="bold" if smallest else "normal",
-                    color="white" if losses[k, m] > low + 0.75 * margin else INK)
+            ax.text(
+                m,
+                k,
+                f"{losses[k, m]:.3f}" + (" ●" if smallest else ""),
+                ha="center",
+                va="center",
+                fontsize=8.5,
+                fontweight="bold" if smallest else "normal",
+                color="white" if losses[k, m] > low + 0.75 * margin else INK,
+            )
             if best:
                 ax.add_patch(Rectangle((m - 0.46, k - 0.44), 0.92, 0.88, fill=False, ec="#D55E00", lw=1.8))
     ax.xaxis.tick_top()
     ax.set_xticks(range(len(tasks)), tasks, fontsize=8.5)
     ax.set_yticks(range(len(tasks)), [f"expert {task}" for task in tasks])
-    ax.set_xlabel("● bold: smallest loss of this expert (row)      orange frame: best expert for this task (column)",
-                  fontsize=8.5, labelpad=8)
+    ax.set_xlabel(
+        "● bold: smallest loss of this expert (row)      orange frame: best expert for this task (column)",
+        fontsize=8.5,
+        labelpad=8,
+    )
     for side in ax.spines.values():
         side.set_visible(False)
     ax.tick_params(length=0)
     bar = figure.colorbar(picture, ax=ax, pad=0.015, aspect=24)
     bar.ax.set_ylim(low, max(high, low + 1e-9))
     bar.set_label("public loss (nats)")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     return figure
 
 
@@ -459,27 +525,40 @@ def expert_usage(experiment: Experiment, label: str) -> Figure | None:
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
     numbers = len(experts) * columns <= 16
     for ax, task in zip(axes.flat, tasks, strict=False):
-        values = 100 * np.mean([np.asarray(run["usage"]["per_task"][task], dtype=float) for run in having], axis=0)
+        values = 100 * np.mean(
+            [np.asarray(run["usage"]["per_task"][task], dtype=float) for run in having], axis=0
+        )
         picture = ax.imshow(values, cmap="Blues", vmin=0, vmax=100, aspect="auto")
         own = experts.index(task)
-        ax.set_title(f"{task}: {values[:, own].mean():.0f} % on its own", loc="left", fontweight="bold", fontsize=8.5)
+        ax.set_title(
+            f"{task}: {values[:, own].mean():.0f} % on its own", loc="left", fontweight="bold", fontsize=8.5
+        )
         _task_ticks(ax, experts, own)
         step = max(1, math.ceil(len(rows) / 24))
         ax.set_yticks(range(0, len(rows), step), rows[::step], fontsize=7)
-        ax.add_patch(Rectangle((own - 0.5, -0.5), 1, len(rows), fill=False, ec="#D55E00", lw=1.3, clip_on=False))
+        ax.add_patch(
+            Rectangle((own - 0.5, -0.5), 1, len(rows), fill=False, ec="#D55E00", lw=1.3, clip_on=False)
+        )
         if numbers and len(rows) <= 24:
             for row in range(len(rows)):
                 for m in range(len(experts)):
-                    ax.text(m, row, f"{values[row, m]:.0f}", ha="center", va="center", fontsize=7,
-                            color="white" if values[row, m] > 55 else INK)
+                    ax.text(
+                        m,
+                        row,
+                        f"{values[row, m]:.0f}",
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                        color="white" if values[row, m] > 55 else INK,
+                    )
         for side in ax.spines.values():
             side.set_visible(False)
         ax.tick_params(length=0)
-    for ax in axes.flat[len(tasks):]:
+    for ax in axes.flat[len(tasks) :]:
         ax.set_visible(False)
     bar = figure.colorbar(picture, ax=axes, shrink=min(1.0, 0.5 + 0.2 * lines), pad=0.015, aspect=30)
     bar.set_label("usage (%)")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     return figure
 
 
@@ -516,12 +595,16 @@ def save(figure: Figure, target: Any, kind: str) -> None:
         figure.savefig(target, format=kind, dpi=PNG_DPI, metadata=clean)
 
 
-def draw_all(experiment: Experiment, out_dir: str | Path) -> list[Path]:
-    """Save every figure as PNG and SVG under out_dir (made if missing). Returns the paths written."""
+def draw_all(
+    experiment: Experiment, out_dir: str | Path, drawn: Mapping[str, Figure] | None = None
+) -> list[Path]:
+    """Save every figure as PNG and SVG under out_dir (made if missing). Returns the paths written.
+
+    drawn: what `figures` gave for this experiment, where it is there already."""
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, figure in figures(experiment).items():
+    for name, figure in (figures(experiment) if drawn is None else drawn).items():
         for kind in ("png", "svg"):
             written.append(folder / f"{name}.{kind}")
             save(figure, written[-1], kind)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedprism.evaluation import metrics, page, plots
+from fedprism.evaluation import metrics, page
 from fedprism.evaluation.metrics import Spread
+from fedprism.storage import RunDirectory
 
 Experiment = dict[str, Any]
 
@@ -56,8 +56,8 @@ def _planned_rounds(config: Mapping[str, Any], method: str) -> int | None:
     """Rounds that a configuration plans for a method; None where it leaves them to the method's preset."""
     table = config.get("method", {})
     own = table.get(method, {})
-    rounds = own.get("rounds") if isinstance(own, Mapping) else None
-    return rounds if rounds is not None else table.get("rounds")
+    rounds = (own if isinstance(own, Mapping) else {}).get("rounds", table.get("rounds"))
+    return int(rounds) if isinstance(rounds, int) else None
 
 
 def _is_run(folder: Path) -> bool:
@@ -85,9 +85,12 @@ def _load_run(folder: Path, name: str) -> dict[str, Any]:
     method = next(iter(config.get("method", {}).get("names", [])), folder.parent.name)
     digits = folder.name.rpartition("-")[2]
     seed = int(digits) if digits.isdigit() else next(iter(config.get("seeds", [])), None)
-    lines = plots.read_metrics(folder)
-    scored = [line["evaluation"]["validation"]["accuracy"] for line in lines
-              if (line.get("evaluation") or {}).get("validation")]
+    lines = RunDirectory(folder).read_metrics()
+    scored = [
+        line["evaluation"]["validation"]["accuracy"]
+        for line in lines
+        if (line.get("evaluation") or {}).get("validation")
+    ]
     return {
         "method": method,
         "seed": seed,
@@ -103,11 +106,11 @@ def _load_run(folder: Path, name: str) -> dict[str, Any]:
 def load_experiment(path: str | Path) -> Experiment:
     """Read an experiment directory, a single run directory, or a `summary.json` kept without its runs.
 
-    Returns {"name", "dir", "methods", "seeds", "runs", "incomplete", "config", "alpha", "partition", "warnings"}.
-    "runs": summaries of the complete runs, each with its "dir", "federation", "versions", "model" and "config".
-    "incomplete": runs without a summary, with "rounds_done", "rounds_planned" and "last_validation"; a run that the
-    configuration names and that has no directory yet is there with 0 rounds. "warnings": lines for the reader.
-    Raises FileNotFoundError when there is nothing of the kind.
+    Returns {"name", "dir", "methods", "seeds", "runs", "incomplete", "config", "alpha", "partition",
+    "warnings"}. "runs": summaries of the complete runs, each with its "dir", "federation", "versions",
+    "model" and "config". "incomplete": runs without a summary, with "rounds_done", "rounds_planned" and
+    "last_validation"; a run that the configuration names and that has no directory yet is there with 0
+    rounds. "warnings": lines for the reader. Raises FileNotFoundError when there is nothing of the kind.
     """
     folder = Path(path)
     if folder.is_file():
@@ -125,14 +128,30 @@ def load_experiment(path: str | Path) -> Experiment:
         name = str(config.get("name") or summary.get("name") or folder.name)
         found = [_load_run(folder, name)]
     else:
-        name = str(config.get("name") or (_read_json(folder / "summary.json") or {}).get("name") or folder.name)
+        name = str(
+            config.get("name") or (_read_json(folder / "summary.json") or {}).get("name") or folder.name
+        )
         found = [_load_run(run, name) for run in sorted(folder.glob("*/seed-*")) if run.is_dir()]
-        wanted = [(method, seed) for method in config.get("method", {}).get("names", []) for seed in config.get("seeds", [])]
+        wanted = [
+            (method, seed)
+            for method in config.get("method", {}).get("names", [])
+            for seed in config.get("seeds", [])
+        ]
         have = {(run["method"], run["seed"]) for run in found}
         found += [
-            {"method": method, "seed": seed, "complete": False, "fingerprint": None, "rounds_done": 0,
-             "rounds_planned": _planned_rounds(config, method), "last_validation": None, "dir": None, "experiment": name}
-            for method, seed in wanted if (method, seed) not in have
+            {
+                "method": method,
+                "seed": seed,
+                "complete": False,
+                "fingerprint": None,
+                "rounds_done": 0,
+                "rounds_planned": _planned_rounds(config, method),
+                "last_validation": None,
+                "dir": None,
+                "experiment": name,
+            }
+            for method, seed in wanted
+            if (method, seed) not in have
         ]
         order = {pair: k for k, pair in enumerate(wanted)}
         found.sort(key=lambda run: (order.get((run["method"], run["seed"]), len(order)), run["method"]))
@@ -146,7 +165,12 @@ def load_experiment(path: str | Path) -> Experiment:
 
 
 def _experiment(
-    name: str, path: Path, runs: list[dict[str, Any]], stopped: list[dict[str, Any]], text: str, config: Mapping[str, Any]
+    name: str,
+    path: Path,
+    runs: list[dict[str, Any]],
+    stopped: list[dict[str, Any]],
+    text: str,
+    config: Mapping[str, Any],
 ) -> Experiment:
     """Put an experiment together and note what a reader has to know before comparing its runs."""
     everything = [*runs, *stopped]
@@ -165,20 +189,27 @@ def _experiment(
 
 
 def _warnings(runs: Sequence[Mapping[str, Any]], stopped: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines on runs that do not compare: other federations under one seed, seeds that not every method has."""
+    """Lines on runs that do not compare: other federations under a seed, seeds that a method lacks."""
     lines = []
     for seed, prints in metrics.fingerprint_conflicts([*runs, *stopped]).items():
-        sides = "; ".join(f"{', '.join(dict.fromkeys(labels))} on {mark[:10]}" for mark, labels in prints.items())
+        sides = "; ".join(
+            f"{', '.join(dict.fromkeys(labels))} on {mark[:10]}" for mark, labels in prints.items()
+        )
         lines.append(
-            f"Seed {seed}: the runs saw different federations ({sides}). Their clients or examples differ, so their "
-            "accuracies must not be compared; paired differences leave them out."
+            f"Seed {seed}: the runs saw different federations ({sides}). Their clients or examples "
+            "differ, so their accuracies must not be compared; paired differences leave them out."
         )
     seeds = {label: {run["seed"] for run in members} for label, members in metrics.group_runs(runs).items()}
     if len({frozenset(own) for own in seeds.values()}) > 1:
         every = sorted(set.union(*seeds.values()))
-        lacking = [f"{label} lacks {', '.join(str(s) for s in every if s not in own)}"
-                   for label, own in seeds.items() if set(every) - own]
-        lines.append(f"Not every method has every seed: {'; '.join(lacking)}. Means are over the seeds that are there.")
+        lacking = [
+            f"{label} lacks {', '.join(str(s) for s in every if s not in own)}"
+            for label, own in seeds.items()
+            if set(every) - own
+        ]
+        lines.append(
+            f"Not every method has every seed: {'; '.join(lacking)}. Means are over the seeds that are there."
+        )
     return lines
 
 
@@ -222,7 +253,9 @@ def load_targets(path: str | Path) -> dict[str, Any]:
     with source.open(newline="", encoding="utf-8") as lines:
         table = list(csv.DictReader(lines))
     if not table or "method" not in table[0]:
-        raise ValueError(f"targets: {source} has no column 'method'; needs one row per method, values in percent")
+        raise ValueError(
+            f"targets: {source} has no column 'method'; needs one row per method, values in percent"
+        )
 
     def number(text: str | None) -> float | None:
         try:
@@ -236,8 +269,11 @@ def load_targets(path: str | Path) -> dict[str, Any]:
         {
             "method": row["method"],
             "kind": row.get("kind") or "accuracy",
-            "values": {name: {"mean": number(row[name]), "sd": number(row.get(f"{name}_sd"))}
-                       for name in columns if number(row[name]) is not None},
+            "values": {
+                name: {"mean": number(row[name]), "sd": number(row.get(f"{name}_sd"))}
+                for name in columns
+                if number(row[name]) is not None
+            },
         }
         for row in table
     ]
@@ -259,10 +295,17 @@ def format_spread(value: Spread | None, factor: float = 100, digits: int = 1, si
     return text if value["sd"] is None else f"{text} ± {value['sd'] * factor:.{digits}f}"
 
 
-def _best(entries: Sequence[Mapping[str, Any]], pick: Callable[[Any], Spread | None], digits: int) -> set[str]:
-    """Labels with the highest mean, as printed: ties in the last digit shown are all best. None if one entry."""
-    shown = {e["label"]: round(100 * value["mean"], digits) for e in entries if (value := pick(e)) is not None}
-    return {label for label, mean in shown.items() if mean == max(shown.values())} if len(shown) > 1 else set()
+def _best(
+    entries: Sequence[Mapping[str, Any]], pick: Callable[[Any], Spread | None], digits: int
+) -> set[str]:
+    """Labels with the highest mean, as printed: ties in the last digit shown are all best. None if one
+    entry."""
+    shown = {
+        e["label"]: round(100 * value["mean"], digits) for e in entries if (value := pick(e)) is not None
+    }
+    return (
+        {label for label, mean in shown.items() if mean == max(shown.values())} if len(shown) > 1 else set()
+    )
 
 
 def _score_columns(
@@ -271,11 +314,15 @@ def _score_columns(
     """The split that tables show ("test", or "validation" if no run was tested) and its accuracy columns."""
     split = next((s for s in SPLITS if any(entry[s]["overall"] for entry in entries)), "test")
     tasks = dict.fromkeys(task for entry in entries for task in entry[split]["per_task"])
-    columns: list[tuple[str, Callable[[Any], Spread | None]]] = [
-        (title, lambda entry, name=name: entry[split][name]) for name, title in SCORE_TITLES.items()
-    ]
-    columns += [(task, lambda entry, task=task: entry[split]["per_task"].get(task)) for task in tasks]
-    return split, columns
+
+    def score_of(name: str) -> Callable[[Any], Spread | None]:
+        return lambda entry: entry[split][name]
+
+    def task_of(task: str) -> Callable[[Any], Spread | None]:
+        return lambda entry: entry[split]["per_task"].get(task)
+
+    columns = [(title, score_of(name)) for name, title in SCORE_TITLES.items()]
+    return split, columns + [(task, task_of(task)) for task in tasks]
 
 
 def _kib(value: Spread | None) -> str:
@@ -283,20 +330,32 @@ def _kib(value: Spread | None) -> str:
     return "–" if value is None else f"{value['mean'] / 1024:,.{0 if value['mean'] >= 1024 * 100 else 1}f}"
 
 
+def _mean(value: Spread | None) -> str:
+    """A mean as a whole number, with separators."""
+    return "–" if value is None else f"{value['mean']:,.0f}"
+
+
 def _state(run: Mapping[str, Any]) -> str:
     """How far an incomplete run got, in words."""
     done, planned = run.get("rounds_done", 0), run.get("rounds_planned")
     if not done:
         return "not started" if not run.get("dir") else "no round finished"
-    return f"{done} of {planned} rounds" if planned else f"{done} round{'s' if done > 1 else ''} done"
+    # A method with an initial round may do one more than its configuration plans.
+    if planned and planned >= done:
+        return f"{done} of {planned} rounds"
+    return f"{done} round{'s' if done > 1 else ''} done"
 
 
 def _incomplete_lines(summary: Mapping[str, Any]) -> list[str]:
-    return [f"{metrics.label_of(run)}, seed {run['seed']}: {_state(run)}" for run in summary.get("incomplete", [])]
+    return [
+        f"{metrics.label_of(run)}, seed {run['seed']}: {_state(run)}" for run in summary.get("incomplete", [])
+    ]
 
 
 def _complete(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [run for run in summary["runs"] if run.get("complete", True)]
+    """The complete runs of an experiment; a single run's own summary counts as an experiment of one."""
+    runs = summary.get("runs", [summary])
+    return [run for run in runs if run.get("complete", True)]
 
 
 def _pick_reference(summary: Mapping[str, Any], reference: str | None) -> str | None:
@@ -304,7 +363,7 @@ def _pick_reference(summary: Mapping[str, Any], reference: str | None) -> str | 
     if reference is not None:
         return reference
     runs = _complete(summary)
-    return plots.reference_label({"runs": runs}) if len(metrics.group_runs(runs)) > 1 else None
+    return metrics.reference_label(runs) if len(metrics.group_runs(runs)) > 1 else None
 
 
 # ----------------------------------------------------------------------------------- terminal, markdown
@@ -319,15 +378,20 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     """The result as a table for the terminal: a row per method, accuracies in percent, mean ± sd over seeds.
 
     summary: an experiment (`load_experiment`) or the content of an experiment's summary.json. The best value
-    of an accuracy column is bold. Incomplete runs stand in the caption, methods without a complete run have a row
-    of dashes.
+    of an accuracy column is bold. Incomplete runs stand in the caption, methods without a complete run have a
+    row of dashes.
     """
     entries = metrics.summarise_runs(_complete(summary))
     split, columns = _score_columns(entries)
     several = any(len(entry["seeds"]) > 1 for entry in entries)
     table = Table(
-        title=f"{summary.get('name', '')}: {split} accuracy in %" + (", mean ± sd over seeds" if several else ""),
-        title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
+        title=f"{summary.get('name', '')}: {split} accuracy in %"
+        + (", mean ± sd over seeds" if several else ""),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
     )
     table.add_column("method", no_wrap=True)
     for title in [*(title for title, _ in columns), "KiB up", "KiB down", "sec"]:
@@ -340,8 +404,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             text = format_spread(pick(entry)).replace(" ± ", "\n±")
             cells.append(Text(text, style="bold" if entry["label"] in top else "", justify="right"))
         table.add_row(
-            entry["label"], *cells, _kib(entry["bytes_up_per_client_round"]),
-            _kib(entry["bytes_down_per_client_round"]), format_spread(entry["seconds"], 1, 0).split(" ")[0],
+            entry["label"],
+            *cells,
+            _kib(entry["bytes_up_per_client_round"]),
+            _kib(entry["bytes_down_per_client_round"]),
+            _mean(entry["seconds"]),
         )
     done = {entry["label"] for entry in entries}
     for label in dict.fromkeys(metrics.label_of(run) for run in summary.get("incomplete", [])):
@@ -367,9 +434,13 @@ def paired_table(summary: Mapping[str, Any], reference: str | None = None) -> Ta
     entries = metrics.paired_summary(_complete(summary), reference)
     tasks = list(dict.fromkeys(task for entry in entries for task in entry["per_task"]))
     table = Table(
-        title=f"difference to {reference} on the same clients, in points", title_justify="left",
-        caption="below 0: worse than the reference", caption_justify="left", box=box.SIMPLE_HEAD,
-        padding=0, show_edge=False,
+        title=f"difference to {reference} on the same clients, in points",
+        title_justify="left",
+        caption="below 0: worse than the reference",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
     )
     table.add_column("method", no_wrap=True)
     for title in [*SCORE_TITLES.values(), *tasks, "seeds"]:
@@ -384,7 +455,10 @@ def paired_table(summary: Mapping[str, Any], reference: str | None = None) -> Ta
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table: first column left, the others right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        + "\n"
+    )
 
 
 def markdown_table(summary: Mapping[str, Any], reference: str | None = None, digits: int = 1) -> str:
@@ -399,8 +473,15 @@ def markdown_table(summary: Mapping[str, Any], reference: str | None = None, dig
     for entry in entries:
         cells = [format_spread(pick(entry), digits=digits) for _, pick in columns]
         cells = [f"**{c}**" if entry["label"] in top else c for c, top in zip(cells, best, strict=True)]
-        rows.append([f"`{entry['label']}`", *cells, _kib(entry["bytes_up_per_client_round"]),
-                     _kib(entry["bytes_down_per_client_round"]), format_spread(entry["seconds"], 1, 0).split(" ")[0]])
+        rows.append(
+            [
+                f"`{entry['label']}`",
+                *cells,
+                _kib(entry["bytes_up_per_client_round"]),
+                _kib(entry["bytes_down_per_client_round"]),
+                _mean(entry["seconds"]),
+            ]
+        )
     done = {entry["label"] for entry in entries}
     for label in dict.fromkeys(metrics.label_of(run) for run in summary.get("incomplete", [])):
         if label not in done:
@@ -415,8 +496,14 @@ def markdown_table(summary: Mapping[str, Any], reference: str | None = None, dig
         paired = metrics.paired_summary(_complete(summary), chosen)
         text += f"\nDifference to `{chosen}` on the same clients, in points:\n\n" + _markdown(
             ["method", *SCORE_TITLES.values(), "seeds"],
-            [[f"`{e['label']}`", *(format_spread(e[n], digits=digits, signed=True) for n in metrics.SCORES),
-              str(len(e["seeds"]))] for e in paired],
+            [
+                [
+                    f"`{e['label']}`",
+                    *(format_spread(e[n], digits=digits, signed=True) for n in metrics.SCORES),
+                    str(len(e["seeds"])),
+                ]
+                for e in paired
+            ],
         )
     if stopped := _incomplete_lines(summary):
         text += "\nIncomplete runs, not in the means:\n\n" + "".join(f"- {line}\n" for line in stopped)
@@ -428,43 +515,68 @@ def markdown_table(summary: Mapping[str, Any], reference: str | None = None, dig
 # ------------------------------------------------------------------------------------------------ HTML
 
 
-def _results(entries: Sequence[dict[str, Any]], digits: int = 1) -> dict[str, Any]:
-    """The main table of the page."""
-    split, columns = _score_columns(entries)
-    best = [_best(entries, pick, digits) for _, pick in columns]
+def _cell(value: Any, tone: str = "", tip: str = "") -> dict[str, str]:
+    """A cell of a grid. value: its text; a "± sd" goes on a line of its own. tone: a class of the style
+    sheet ("best", "up", "down"). tip: shown when one points at the cell."""
+    text, _, sd = str(value).partition(" ± ")
+    return {"text": text, "below": f"± {sd}" if sd else "", "tone": tone, "tip": tip}
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[Any]], kinds: Mapping[int, str]) -> dict[str, Any]:
+    """A table of the page. rows: cells as `_cell` gives them, or plain values. kinds: column -> "name" (bold,
+    left), "text" (left, wraps), "part" (a rule on its left); the others hold numbers."""
     return {
-        "split": split,
-        "columns": [title for title, _ in columns],
-        "n_scores": len(SCORE_TITLES),
-        "rows": [
-            {"label": entry["label"], "seeds": len(entry["seeds"]),
-             "cells": [{"text": format_spread(pick(entry), digits=digits), "best": entry["label"] in top}
-                       for (_, pick), top in zip(columns, best, strict=True)]}
-            for entry in entries
-        ],
+        "columns": [{"title": title, "kind": kinds.get(k, "")} for k, title in enumerate(columns)],
+        "rows": [[cell if isinstance(cell, dict) else _cell(cell) for cell in row] for row in rows],
     }
 
 
-def _headline(entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]], reference: str | None) -> list[str]:
+def _results(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The main table: scores, then tasks; the best value of a column is marked."""
+    _, columns = _score_columns(entries)
+    best = [_best(entries, pick, 1) for _, pick in columns]
+    rows = [
+        [
+            entry["label"],
+            *(
+                _cell(format_spread(pick(entry)), "best" if entry["label"] in top else "")
+                for (_, pick), top in zip(columns, best, strict=True)
+            ),
+            len(entry["seeds"]),
+        ]
+        for entry in entries
+    ]
+    titles = ["method", *(title for title, _ in columns), "seeds"]
+    return _grid(titles, rows, {0: "name", 1 + len(SCORE_TITLES): "part", len(titles) - 1: "part"})
+
+
+def _headline(
+    entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]], reference: str | None
+) -> list[str]:
     """The result in a few sentences that hold whatever the numbers are."""
     ranked = sorted((e for e in entries if e["test"]["overall"]), key=lambda e: -e["test"]["overall"]["mean"])
     if not ranked:
         return ["No run has been tested yet."]
+    if metrics.fingerprint_conflicts(runs):
+        return ["The methods did not all see the same federation, so they are not ranked; see the warning."]
     top = ranked[0]
-    lines = [f"{top['label']} reaches {format_spread(top['test']['overall'])} % test accuracy, averaged over clients"
-             + (f", the highest of {len(ranked)} methods." if len(ranked) > 1 else ".")]
-    if reference is not None:
-        paired = {entry["label"]: entry for entry in metrics.paired_summary(runs, reference)}
-        own = next((e for e in entries if e["label"] == reference), None)
-        if own and own["test"]["overall"]:
-            if own is not top:
-                lines[0] += f" {reference} reaches {format_spread(own['test']['overall'])} %."
-            for name in ("local_only", "fedit", "fedavg", "public_only"):
-                if name in paired and paired[name]["overall"]:
-                    gain = -100 * paired[name]["overall"]["mean"]
-                    worst = -100 * paired[name]["worst_25"]["mean"]
-                    lines.append(f"Against {name}, {reference} is {_points(gain)} overall and {_points(worst)} "
-                                 "on the worst-served quarter of the clients.")
+    first = (
+        f"{top['label']} reaches {format_spread(top['test']['overall'])} % test accuracy, mean over clients"
+    )
+    lines = [first + (f", the highest of {len(ranked)} methods." if len(ranked) > 1 else ".")]
+    own = next((entry for entry in ranked if entry["label"] == reference), None)
+    if reference is None or own is None:
+        return lines
+    if own is not top:
+        lines[0] += f" {reference} reaches {format_spread(own['test']['overall'])} %."
+    paired = {entry["label"]: entry for entry in metrics.paired_summary(runs, reference)}
+    for name in ("local_only", "fedit", "fedavg", "public_only"):
+        if name in paired and paired[name]["overall"]:
+            gain, worst = (-100 * paired[name][score]["mean"] for score in ("overall", "worst_25"))
+            lines.append(
+                f"Against {name}, {reference} is {_points(gain)} overall and {_points(worst)} on the "
+                "worst-served quarter of the clients."
+            )
     return lines
 
 
@@ -475,97 +587,145 @@ def _points(value: float) -> str:
     return f"{abs(value):.1f} points {'better' if value > 0 else 'worse'}"
 
 
-def _traffic(entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Rows of the table of costs; totals multiply the mean per client and round by rounds and clients."""
-    clients = {label: len(members[0].get("test", {}).get("clients", [])) for label, members in metrics.group_runs(runs).items()}
-    rows = []
-    for entry in entries:
-        up, down, rounds = (entry[k] for k in ("bytes_up_per_client_round", "bytes_down_per_client_round", "rounds"))
-        total = "–"
-        if up and down and rounds:
-            total = f"{(up['mean'] + down['mean']) * rounds['mean'] * clients[entry['label']] / 1024**2:,.1f}"
-
-        def count(name: str, entry: Mapping[str, Any] = entry) -> str:
-            return format_spread(entry[name], 1, 0).split(" ")[0]
-
-        epochs = entry["local_epochs"]
-        rows.append({
-            "label": entry["label"], "up": _kib(up), "down": _kib(down), "total": total, "rounds": count("rounds"),
-            "epochs": "–" if epochs is None else f"{epochs['mean']:g}", "examples": count("examples_trained"),
-            "public": count("examples_public"), "seconds": count("seconds"),
-        })
-    return rows
-
-
-def _differences(runs: Sequence[Mapping[str, Any]], reference: str | None) -> dict[str, Any] | None:
-    """The table of paired differences with a tone per cell, None without a reference or a second method."""
-    if reference is None:
-        return None
+def _differences(runs: Sequence[Mapping[str, Any]], reference: str) -> dict[str, Any]:
+    """The table of paired differences."""
     entries = metrics.paired_summary(runs, reference)
     tasks = list(dict.fromkeys(task for entry in entries for task in entry["per_task"]))
 
     def cell(value: Spread | None) -> dict[str, str]:
-        tone = "" if value is None or abs(value["mean"]) < 5e-4 else "down" if value["mean"] < 0 else "up"
-        each = "" if value is None or value["n"] < 2 else ", ".join(f"{100 * v:+.1f}" for v in value["values"])
-        return {"text": format_spread(value, signed=True), "tone": tone, "each": each}
+        if value is None:
+            return _cell("–")
+        tone = "" if abs(value["mean"]) < 5e-4 else "down" if value["mean"] < 0 else "up"
+        each = ", ".join(f"{100 * v:+.1f}" for v in value["values"]) if value["n"] > 1 else ""
+        return _cell(format_spread(value, signed=True), tone, each)
 
-    return {
-        "reference": reference,
-        "columns": [*SCORE_TITLES.values(), *tasks],
-        "n_scores": len(SCORE_TITLES),
-        "rows": [
-            {"label": entry["label"], "seeds": entry["seeds"], "unpaired": entry["unpaired"],
-             "cells": [cell(entry[name]) for name in metrics.SCORES] + [cell(entry["per_task"].get(t)) for t in tasks]}
-            for entry in entries
-        ],
-    }
+    rows = []
+    for entry in entries:
+        seeds = ", ".join(str(seed) for seed in entry["seeds"]) or "none"
+        if entry["unpaired"]:
+            seeds += f" (no partner: {', '.join(str(seed) for seed in entry['unpaired'])})"
+        values = [entry[name] for name in metrics.SCORES] + [entry["per_task"].get(task) for task in tasks]
+        rows.append([entry["label"], *(cell(value) for value in values), seeds])
+    titles = ["method", *SCORE_TITLES.values(), *tasks, "paired seeds"]
+    return _grid(titles, rows, {0: "name", 1 + len(SCORE_TITLES): "part", len(titles) - 1: "part"})
 
 
-def _published(targets: Mapping[str, Any] | None, experiment: Experiment, entries: Sequence[dict[str, Any]],
-               runs: Sequence[Mapping[str, Any]], reference: str | None) -> dict[str, Any] | None:
-    """Published values beside ours. Columns named like our scores or tasks are matched by name; a table with a
-    column per heterogeneity level ("alpha_0.1") gives the overall accuracy of this experiment's level."""
-    if targets is None:
+def _negative(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The table of negative transfer; None when no method shares its clients with local_only."""
+    rows = [
+        [
+            row["label"],
+            f"{row['below']['mean']:.1f}".removesuffix(".0") + f" of {row['n_clients']}",
+            ", ".join(f"{value:.0f}" for value in row["below"]["values"]),
+            format_spread(row["difference"], signed=True),
+        ]
+        for row in metrics.negative_transfer(runs)
+    ]
+    titles = ["method", "clients below local_only", "in each seed", "mean difference, points"]
+    return _grid(titles, rows, {0: "name"}) if rows else None
+
+
+def _stopped(stopped: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The table of incomplete runs."""
+    rows = []
+    for run in stopped:
+        last = run.get("last_validation")
+        reached = "–" if last is None else f"{100 * last:.1f} %"
+        rows.append([metrics.label_of(run), run["seed"], _state(run), reached])
+    return _grid(["method", "seed", "state", "last validation accuracy"], rows, {0: "name", 2: "text"})
+
+
+def _costs(entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The table of costs; totals multiply the mean per client and round by rounds and clients."""
+    groups = metrics.group_runs(runs)
+    rows = []
+    for entry in entries:
+        up, down = entry["bytes_up_per_client_round"], entry["bytes_down_per_client_round"]
+        total = "–"
+        if up and down and entry["rounds"]:
+            clients = len((groups[entry["label"]][0].get("test") or {}).get("clients", []))
+            total = f"{(up['mean'] + down['mean']) * entry['rounds']['mean'] * clients / 1024**2:,.1f}"
+        epochs = "–" if entry["local_epochs"] is None else f"{entry['local_epochs']['mean']:.4g}"
+        counts = [_mean(entry[name]) for name in ("examples_trained", "examples_public", "seconds")]
+        rows.append([entry["label"], _kib(up), _kib(down), total, _mean(entry["rounds"]), epochs, *counts])
+    titles = ["method", "KiB up", "KiB down", "total MiB", "rounds", "local epochs", "training examples"]
+    return _grid([*titles, "public examples", "seconds"], rows, {0: "name", 4: "part", 8: "part"})
+
+
+def _mixtures(entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The table of mixture errors, in points; None when no method estimates mixtures."""
+    rows = []
+    for entry in entries:
+        found = entry["mixture"]
+        if found["mae"]:
+            errors = [format_spread(found[n]) for n in ("mae", "best_feasible_mae", "mae_realised")]
+            pure = format_spread(found["pure_argmax_accuracy"], 100, 0)
+            rows.append([entry["label"], *errors, format_spread(found["slope"], 1, 2), pure])
+    titles = ["method", "mean absolute error, points", "best feasible", "against realised shares"]
+    titles += ["slope, exact 1", "one-task clients recognised, %"]
+    return _grid(titles, rows, {0: "name"}) if rows else None
+
+
+def _level(targets: Mapping[str, Any], experiment: Experiment) -> str | None:
+    """The column of a table by heterogeneity ("alpha_0.1") that fits the experiment, None without one."""
+    alpha = 0.0 if experiment.get("partition") == "pure" else experiment.get("alpha")
+    if alpha is None:
         return None
-    by_label = {entry["label"]: entry for entry in entries}
-    names = {"overall": "overall", "worst50": "worst_50", "worst_50": "worst_50", "worst25": "worst_25", "worst_25": "worst_25"}
+    for column in targets["columns"]:
+        number = column.removeprefix("alpha_")
+        if number != column and math.isclose(float(number), float(alpha)):
+            return str(column)
+    return "uniform" if alpha >= 50 and "uniform" in targets["columns"] else None
+
+
+def _published(
+    targets: Mapping[str, Any],
+    experiment: Experiment,
+    entries: Sequence[dict[str, Any]],
+    runs: Sequence[Mapping[str, Any]],
+    reference: str | None,
+) -> dict[str, Any]:
+    """Published values beside ours. Columns named like our scores or tasks are matched by name; a table with
+    a column per heterogeneity level gives the overall accuracy of this experiment's level."""
+    names = {"overall": "overall", "worst50": "worst_50", "worst25": "worst_25"}
+    names |= {name: name for name in metrics.SCORES}
     tasks = {task for entry in entries for task in entry["test"]["per_task"]}
-    columns = [c for c in targets["columns"] if c in names or c in tasks]
-    level = None
-    if not columns:
-        alpha = 0.0 if experiment.get("partition") == "pure" else experiment.get("alpha")
-        level = next((c for c in targets["columns"] if c.startswith("alpha_") and alpha is not None
-                      and math.isclose(float(c[6:]), float(alpha))), None)
-        if level is None and alpha is not None and alpha >= 50 and "uniform" in targets["columns"]:
-            level = "uniform"
-        columns = [level] if level else []
+    columns = [column for column in targets["columns"] if column in names]
+    columns += [column for column in targets["columns"] if column in tasks]
+    level = None if columns else _level(targets, experiment)
+    if level is not None:
+        columns = [level]
+    tested = {entry["label"]: entry["test"] for entry in entries}
     paired = {e["label"]: e for e in metrics.paired_summary(runs, reference)} if reference else {}
-
-    def ours(row: Mapping[str, Any], column: str) -> str:
-        name = row["method"]
-        # Tables of the paper tell variants apart by an ending ("fedsee_l1"); the plain name stands for the first.
-        label = name if name in by_label else next((k for k in by_label if name == f"{k}_l1"), None)
-        source = paired if row["kind"] == "paired_difference" else {k: e["test"] for k, e in by_label.items()}
-        entry = source.get(label) if label else None
-        if entry is None:
-            return "–"
-        value = entry["per_task"].get(column) if column in tasks else entry[names.get(column, "overall")]
-        return format_spread(value, signed=row["kind"] == "paired_difference")
-
-    def theirs(row: Mapping[str, Any], column: str) -> str:
-        return format_spread(row["values"].get(column), 1, 2, signed=row["kind"] == "paired_difference")
-
+    rows = []
+    for row in targets["rows"]:
+        difference = row["kind"] == "paired_difference"
+        # Published tables tell variants apart by an ending; "fedsee_l1" is what the plain name stands for.
+        label = row["method"] if row["method"] in tested else row["method"].removesuffix("_l1")
+        source = (paired if difference else tested).get(label)
+        cells = []
+        for column in columns:
+            ours = None
+            if source is not None:
+                ours = (
+                    source["per_task"].get(column)
+                    if column in tasks
+                    else source[names.get(column, "overall")]
+                )
+            cells.append(format_spread(ours, signed=difference))
+            cells.append(format_spread(row["values"].get(column), 1, 2, signed=difference))
+        rows.append([row["method"], row["kind"].replace("_", " "), *cells])
+    titles = [title for column in columns for title in (f"{column}, ours", "published")]
+    kinds = {0: "name", 1: "text"} | {2 + 2 * k: "part" for k in range(len(columns))}
     return {
         "title": targets.get("title", "published values"),
-        "columns": columns,
         "level": level,
-        "rows": [{"label": row["method"], "kind": row["kind"].replace("_", " "),
-                  "cells": [{"ours": ours(row, c), "theirs": theirs(row, c)} for c in columns]} for row in targets["rows"]],
+        "table": _grid(["method", "value", *titles], rows, kinds) if columns else None,
     }
 
 
 def _federations(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per distinct federation: seeds, sizes, table of counts, notes."""
+    """One entry per distinct federation: who used it, sizes, table of counts, notes."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         if run.get("federation"):
@@ -573,72 +733,70 @@ def _federations(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     result = []
     for fingerprint, members in groups.items():
         described = members[0]["federation"]
-        sizes = described.get("client_sizes") or [sum(row) for row in described.get("counts", [])]
-        sizes = [size["train"] if isinstance(size, Mapping) else size for size in sizes]
-        counts = described.get("counts") or []
-        result.append({
-            "fingerprint": fingerprint,
-            "seeds": list(dict.fromkeys(run["seed"] for run in members)),
-            "methods": list(dict.fromkeys(metrics.label_of(run) for run in members)),
-            "tasks": described.get("tasks", []),
-            "clients": len(sizes),
-            "sizes": (min(sizes), sum(sizes) / len(sizes), max(sizes)) if sizes else None,
-            "totals": [sum(column) for column in zip(*counts, strict=True)],
-            "public": described.get("public_sizes", {}),
-            "counts": [{"client": i, "cells": row, "n": sum(row)} for i, row in enumerate(counts)],
-            "notes": described.get("notes", []),
-        })
+        tasks, counts = described.get("tasks", []), described.get("counts") or []
+        sizes = [sum(row) for row in counts]
+        rows = [[i, *(cell or "·" for cell in row), sizes[i]] for i, row in enumerate(counts)]
+        rows.append(["all", *(sum(column) for column in zip(*counts, strict=True)), sum(sizes)])
+        public = described.get("public_sizes") or {}
+        if public:
+            rows.append(["public", *(public.get(task, "·") for task in tasks), ""])
+        spread = f", {min(sizes)} to {max(sizes)} training examples each" if sizes else ""
+        result.append(
+            {
+                "fingerprint": fingerprint,
+                "seeds": list(dict.fromkeys(run["seed"] for run in members)),
+                "methods": list(dict.fromkeys(metrics.label_of(run) for run in members)),
+                "tasks": tasks,
+                "clients": len(counts),
+                "sizes": spread,
+                "counts": _grid(["client", *tasks, "all"], rows, {0: "name", len(tasks) + 1: "part"}),
+                "notes": described.get("notes", []),
+            }
+        )
     return result
 
 
-def _client_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per seed and federation a table of client accuracies, a column per label; the best of a client is marked."""
+def _clients(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per seed and federation a table of client accuracies; the best value of a client is marked."""
     tables: dict[tuple[Any, Any], dict[str, list[float]]] = {}
     for run in runs:
         if run.get("test"):
-            tables.setdefault((run["seed"], run.get("fingerprint")), {})[metrics.label_of(run)] = run["test"]["clients"]
+            table = tables.setdefault((run["seed"], run.get("fingerprint")), {})
+            table[metrics.label_of(run)] = run["test"]["clients"]
     result = []
     for (seed, _), columns in tables.items():
-        n = max(len(column) for column in columns.values())
-        rows = []
-        for i in range(n):
-            values = [column[i] if i < len(column) else None for column in columns.values()]
-            top = max(v for v in values if v is not None)
-            rows.append({"client": i, "cells": [
-                {"text": "–" if v is None else f"{100 * v:.1f}", "best": v == top and len(columns) > 1} for v in values]})
-        result.append({"seed": seed, "labels": list(columns), "rows": rows})
+        rows: list[list[Any]] = []
+        for i, values in enumerate(zip(*columns.values(), strict=False)):
+            top = max(values) if len(values) > 1 else None
+            rows.append([i, *(_cell(f"{100 * v:.1f}", "best" if v == top else "") for v in values)])
+        alone = sum(other == seed for other, _ in tables) == 1
+        title = f"seed {seed}" if alone else f"seed {seed}, {', '.join(columns)}"
+        result.append({"title": title, "table": _grid(["client", *columns], rows, {0: "name"})})
     return result
 
 
-def _common_versions(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Every name in the runs' versions.json with its value, or all values when runs differ."""
-    names = dict.fromkeys(name for run in runs for name in run.get("versions") or {})
+def _versions(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Every name in the runs' versions.json with its value, or all values where runs differ."""
+    known = [run["versions"] for run in runs if run.get("versions")]
     rows = []
-    for name in names:
-        values = list(dict.fromkeys(str(run["versions"].get(name)) for run in runs if run.get("versions")))
-        rows.append({"name": name, "value": " / ".join(values), "differs": "yes" if len(values) > 1 else ""})
-    return rows
+    for name in dict.fromkeys(name for table in known for name in table):
+        values = list(dict.fromkeys(str(table.get(name)) for table in known))
+        rows.append([name, " / ".join(values), "differs between runs" if len(values) > 1 else ""])
+    return _grid(["name", "version", ""], rows, {0: "name", 1: "text", 2: "text"}) if rows else None
 
 
-def _mixture_rows(entries: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Rows of the table of mixture errors, in points, for the methods that estimate mixtures."""
-    return [
-        {
-            "label": entry["label"],
-            "mae": format_spread(entry["mixture"]["mae"]),
-            "realised": format_spread(entry["mixture"]["mae_realised"]),
-            "feasible": format_spread(entry["mixture"]["best_feasible_mae"]),
-            "slope": format_spread(entry["mixture"]["slope"], 1, 2),
-            "pure": format_spread(entry["mixture"]["pure_argmax_accuracy"], 100, 0),
-        }
-        for entry in entries if entry["mixture"]["mae"]
-    ]
+def _pictures(experiment: Experiment, figures_dir: Path | None) -> dict[str, list[dict[str, str]]]:
+    """Figures by kind, each as a data address with a title; several methods of a kind follow each other.
 
+    figures_dir: where they are saved as files too."""
+    # Imported here: tables in the terminal need neither matplotlib nor jinja2.
+    from fedprism.evaluation import plots
 
-def _pictures(experiment: Experiment) -> dict[str, list[dict[str, str]]]:
-    """Figures by kind, each as a data address with a title; several methods of a kind follow each other."""
+    drawn = plots.figures(experiment)
+    if figures_dir is not None:
+        plots.draw_all(experiment, figures_dir, drawn)
     result: dict[str, list[dict[str, str]]] = {}
-    for name, figure in plots.figures(experiment).items():
+    for name, figure in drawn.items():
         buffer = io.BytesIO()
         plots.save(figure, buffer, "png")
         kind, _, label = name.partition("-")
@@ -648,62 +806,62 @@ def _pictures(experiment: Experiment) -> dict[str, list[dict[str, str]]]:
 
 
 def write_report(
-    dirs: Sequence[str | Path], out_file: str | Path, *, targets: Mapping[str, Any] | None = None,
+    dirs: Sequence[str | Path],
+    out_file: str | Path,
+    *,
+    targets: Mapping[str, Any] | None = None,
     reference: str | None = None,
+    figures_dir: str | Path | None = None,
 ) -> Path:
     """Write a self-contained HTML report on one or several experiment or run directories.
 
-    dirs: directories (or summary files) that `load_experiment` reads; several are compared in common tables. out_file:
-    the page, replaced if it exists. targets: published values (`load_targets`) shown beside ours. reference: the
-    method that differences refer to, default fedsee or the first. Returns out_file.
-    Raises FileNotFoundError for a directory without runs, KeyError for an unknown reference.
+    dirs: directories (or summary files) that `load_experiment` reads; several are compared in common tables.
+    out_file: the page, replaced if it exists. targets: published values (`load_targets`) shown beside ours.
+    reference: the method that differences refer to, default fedsee or the first. figures_dir: a folder for
+    the figures as PNG and SVG files, None for none. Returns out_file.
+    Raises FileNotFoundError for a directory without runs, KeyError for an unknown reference, ImportError
+    without matplotlib or jinja2 (the extra "report").
     """
+    import jinja2
+
     experiment = merge([load_experiment(path) for path in dirs])
     runs, stopped = experiment["runs"], experiment["incomplete"]
+    everything = [*runs, *stopped]
     entries = metrics.summarise_runs(runs)
-    chosen = _pick_reference(experiment, reference)
-    alone = len(metrics.group_runs(runs)) < 2
-    negative = metrics.negative_transfer(runs)
-    labels = list(metrics.group_runs(runs))
-    federations = _federations([*runs, *stopped])
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    compared = _pick_reference(experiment, reference)  # None with a single method
+    federations = _federations(everything)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     html = environment.from_string(page.TEMPLATE).render(
+        style=page.STYLE,
         name=experiment["name"],
         methods=experiment["methods"],
         seeds=experiment["seeds"],
-        clients=sorted({f["clients"] for f in federations}),
-        tasks=list(dict.fromkeys(task for f in federations for task in f["tasks"])),
+        clients=sorted({federation["clients"] for federation in federations}),
+        tasks=list(dict.fromkeys(task for federation in federations for task in federation["tasks"])),
         version=next((run["versions"].get("fedprism") for run in runs if run.get("versions")), None),
         warnings=experiment["warnings"],
-        incomplete=[
-            {"label": metrics.label_of(run), "seed": run["seed"], "state": _state(run),
-             "validation": "–" if run.get("last_validation") is None else f"{100 * run['last_validation']:.1f} %"}
-            for run in stopped
-        ],
-        headline=_headline(entries, runs, None if alone else chosen),
-        results=_results(entries) if entries else None,
+        headline=_headline(entries, runs, compared),
         several=any(len(entry["seeds"]) > 1 for entry in entries),
-        differences=_differences(runs, None if alone else chosen),
-        negative=[
-            {"label": row["label"], "below": f"{row['below']['mean']:.1f}".removesuffix(".0"), "n": row["n_clients"],
-             "each": ", ".join(f"{int(v)}" for v in row["below"]["values"]),
-             "difference": format_spread(row["difference"], signed=True)}
-            for row in negative
-        ],
-        has_local="local_only" in labels,
-        pictures=_pictures(experiment),
-        reference=chosen or (labels[0] if labels else None),
-        mixture=_mixture_rows(entries),
-        traffic=_traffic(entries, runs),
-        published=_published(targets, experiment, entries, runs, None if alone else chosen),
-        client_tables=_client_rows(runs),
+        reference=compared or metrics.reference_label(runs),
+        split=_score_columns(entries)[0],
+        results=_results(entries) if entries else None,
+        differences=_differences(runs, compared) if compared else None,
+        has_local=any(run["method"] == "local_only" for run in runs),
+        negative=_negative(runs),
+        n_incomplete=len(stopped),
+        incomplete=_stopped(stopped),
+        pictures=_pictures(experiment, None if figures_dir is None else Path(figures_dir)),
+        client_tables=_clients(runs),
+        mixture=_mixtures(entries),
+        costs=_costs(entries, runs) if entries else None,
+        published=_published(targets, experiment, entries, runs, compared) if targets else None,
         federations=federations,
-        notes=[{"label": metrics.label_of(run), "seed": run["seed"], "text": note}
-               for run in runs for note in run.get("notes", [])],
-        config=experiment["config"] or next((run["config"] for run in [*runs, *stopped] if run.get("config")), ""),
+        notes=[(metrics.label_of(run), run["seed"], note) for run in runs for note in run.get("notes", [])],
+        config=experiment["config"] or next((run["config"] for run in everything if run.get("config")), ""),
         model=next((json.dumps(run["model"], indent=2) for run in runs if run.get("model")), ""),
-        versions=_common_versions([*runs, *stopped]),
-        style=page.STYLE,
+        versions=_versions(everything),
     )
     target = Path(out_file)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,117 +1,101 @@
-"""Numerical core of FedSEE: experts as convex combinations of uploads under a transport constraint.
+"""FedSEE's extraction: experts as convex combinations of uploads, guided by losses on public sets.
 
-Pure functions without a model, a client or a file; the theory checks call the same ones. Throughout, M is the
-number of tasks (experts), P the number of uploads in the pool, N the number of clients and D the number of
-entries of one upload. Omega (M, P) holds the combination weights; `owner` (P,) says whose upload a column is.
-Sources: FedSEE spec sections 2.3, 6.3 and A1, A2, A5, A20, A32, A33.
+Throughout, M is the number of tasks (experts), P the number of uploads in the pool and D the number of entries of
+one upload. Omega (M, P) holds the combination weights; `owner` (P,) says whose upload a column is. The theory
+checks call the same functions. Sources: FedSEE spec section 6.3, A1, A2, A16, A20 and A35.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-SERVER = -1  # owner of an entry that no client uploaded; exempt from the column constraint
+from fedprism.methods.simplex import column_residual, project_simplex, sinkhorn
+from fedprism.models.interface import Bank, Batch, Model
+from fedprism.trees import Tree, unflatten
+
 Gradient = Callable[[int, Tensor], tuple[float, Tensor]]
 
 
-def project_simplex(v: Tensor) -> Tensor:
-    """Euclidean projection of each row onto the probability simplex, exact, by sorting.
+class PublicLosses:
+    """Losses of single experts on the public sets: the recovered block alone on a base, no router, no dropout (A3).
 
-    v: (..., n). Returns float64 of the same shape, rows non-negative with sum 1 within 1e-12."""
-    v = v.double()
-    n = v.shape[-1]
-    ordered = v.sort(dim=-1, descending=True).values
-    excess = ordered.cumsum(-1) - 1.0
-    counts = torch.arange(1, n + 1, dtype=torch.float64)
-    active = (ordered - excess / counts > 0).sum(-1, keepdim=True)
-    threshold = excess.gather(-1, active - 1) / active
-    w = (v - threshold).clamp_min(0.0)
-    return w / w.sum(-1, keepdim=True)
+    model: frozen. base: always-on pair and head. down: shared A. like: names and shapes of one expert. rows: the
+    tasks' public rows, in expert order. size: fresh examples per call and task, 0 = the whole set. chunk: rows
+    per forward pass of a whole set. steps: calls per task to prepare for. `examples` counts the rows seen."""
 
+    def __init__(
+        self, model: Model, base: Tree, down: Tree, like: Tree, rows: Sequence[Any], *, size: int, chunk: int,
+        steps: int, generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        self.model, self.base, self.down, self.like, self.rows, self.chunk = (
+            model,
+            base,
+            down,
+            like,
+            rows,
+            chunk,
+        )
+        self.streams = (
+            [r.batches(size, steps=steps, generator=generator) for r in rows] if size and steps else []
+        )
+        self.examples = 0
 
-@dataclass(frozen=True)
-class QuadraticSolution:
-    """weights: minimiser. iterations: used. gap: Frank-Wolfe gap at the end. converged: gap within tolerance."""
+    def total(self, expert: Tree, batch: Batch) -> Tensor:
+        """Summed loss of a batch under one expert with weight 1."""
+        bank = Bank(self.down, {0: expert}, weights=torch.ones(1))
+        return self.model.per_example_loss(self.model.apply(self.base, batch, bank=bank), batch).sum()
 
-    weights: Tensor
-    iterations: int
-    gap: float
-    converged: bool
+    def gradient(self, m: int, vector: Tensor) -> tuple[float, Tensor]:
+        """Mean loss of task m at the flattened expert `vector` (D,), and its gradient: one leaf, whatever P is."""
+        leaf = vector.detach().requires_grad_(True)
+        batches = [next(self.streams[m])] if self.streams else list(self.rows[m].batches(self.chunk))
+        rows, value = sum(len(batch["label"]) for batch in batches), 0.0
+        for batch in batches:
+            part = self.total(unflatten(leaf, self.like), batch) / rows
+            part.backward()  # type: ignore[no-untyped-call]
+            value += float(part.detach())
+        self.examples += rows
+        return value, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
 
-
-def simplex_quadratic(G: Tensor, b: Tensor, *, tolerance: float = 1e-10, limit: int = 20_000) -> QuadraticSolution:
-    """Minimise w'Gw - 2b'w over the simplex by accelerated projected gradient with restart (spec 2.3).
-
-    G: (n, n) positive semidefinite. b: (n,). Stops when the Frank-Wolfe gap <grad, w> - min grad is at most
-    tolerance * max(1, |objective|), or after `limit` iterations; `converged` says which."""
-    G, b = G.double(), b.double()
-    n = len(b)
-    top = float(torch.linalg.eigvalsh(G)[-1])
-    step = 1.0 / (2.0 * max(top, 1e-300))
-    w = torch.full((n,), 1.0 / n, dtype=torch.float64)
-    y, t, gap = w, 1.0, float("inf")
-    for k in range(limit):
-        gradient = 2.0 * (G @ w - b)
-        objective = float(w @ (G @ w) - 2.0 * b @ w)
-        gap = float(gradient @ w - gradient.min())
-        if gap <= tolerance * max(1.0, abs(objective)):
-            return QuadraticSolution(w, k, gap, True)
-        following = project_simplex(y - step * 2.0 * (G @ y - b))
-        if float((y - following) @ (following - w)) > 0:
-            t = 1.0  # momentum points uphill: restart
-        t_next = (1.0 + (1.0 + 4.0 * t * t) ** 0.5) / 2.0
-        y = following + (t - 1.0) / t_next * (following - w)
-        w, t = following, t_next
-    return QuadraticSolution(w, limit, gap, False)
-
-
-def client_mass(omega: Tensor, owner: Sequence[int], clients: Sequence[int]) -> Tensor:
-    """(M, N) contributions: the weights of each task summed over each client's uploads."""
-    place = {client: k for k, client in enumerate(clients)}
-    mass = torch.zeros(omega.shape[0], len(clients), dtype=torch.float64)
-    for column, who in enumerate(owner):
-        if who in place:
-            mass[:, place[who]] += omega[:, column]
-    return mass
+    @torch.no_grad()
+    def table(self, experts: Mapping[int, Tree], rows_per_task: int) -> Tensor:
+        """(M, M) mean loss of expert m (row) on task k (column), on each task's first rows."""
+        table = torch.zeros(len(experts), len(self.rows))
+        for k, all_rows in enumerate(self.rows):
+            rows = all_rows.select(torch.arange(min(len(all_rows), rows_per_task)))
+            for m, expert in experts.items():
+                table[m, k] = sum(
+                    float(self.total(expert, batch)) for batch in rows.batches(self.chunk)
+                ) / len(rows)
+        return table
 
 
-def column_residual(omega: Tensor, owner: Sequence[int]) -> float:
-    """Largest distance of a client's total contribution from its target, the clients' equal share."""
-    clients = sorted({who for who in owner if who != SERVER})
-    totals = client_mass(omega, owner, clients).sum(0)
-    return float((totals - totals.mean()).abs().max()) if clients else 0.0
+def align(B: Tree, A: Tree, A_new: Tree) -> Tree:
+    """Least-squares change of frame (spec A35): B' = B A A_new' (A_new A_new')^-1 minimises |B' A_new - B A|_F.
 
-
-def sinkhorn(omega: Tensor, owner: Sequence[int], iterations: int = 20) -> Tensor:
-    """Scale Omega towards the transport polytope: rows sum to 1, every client contributes equally.
-
-    Alternates (a) multiplying a client's whole group of entries so that its total is the clients' equal share
-    (M / N when no entry is the server's) and (b) dividing each row by its sum; ends on (b), so rows are
-    exact and columns close (`column_residual` measures it). Group scaling keeps the ratio between several
-    uploads of a client. Entries are floored at 1e-12 first, so that a zeroed client can return. omega: (M, P)
-    non-negative. Returns (M, P) float64."""
-    omega = omega.double().clamp_min(1e-12)
-    owner_index = torch.as_tensor(list(owner))
-    clients = owner_index[owner_index != SERVER].unique()
-    group = (owner_index[None, :] == clients[:, None]).double()  # (N, P)
-    omega = omega / omega.sum(1, keepdim=True)
-    for _ in range(iterations):
-        totals = group @ omega.sum(0)  # (N,)
-        factor = (totals.sum() / len(clients)) / totals
-        per_column = torch.ones(omega.shape[1], dtype=torch.float64)
-        if len(clients):
-            per_column = torch.where(group.sum(0) > 0, factor @ group, per_column)
-        omega = omega * per_column
-        omega = omega / omega.sum(1, keepdim=True)
-    return omega
+    B: names of lora_B. A, A_new: names of lora_A for the same projections. Blocks without an A are returned as
+    they are."""
+    moved = {}
+    for name, b in B.items():
+        frame = "lora_A" + name.removeprefix("lora_B")
+        if frame in A:
+            a, a_new = A[frame].double(), A_new[frame].double()
+            target = b.double() @ a @ a_new.T
+            b = torch.linalg.solve(a_new @ a_new.T, target.T).T.to(b.dtype)
+        moved[name] = b
+    return moved
 
 
 def warm_start(
-    keys: Sequence[tuple[int, Hashable]], n_tasks: int, old_keys: Sequence[tuple[int, Hashable]], old: Tensor | None
+    keys: Sequence[tuple[int, Hashable]],
+    n_tasks: int,
+    old_keys: Sequence[tuple[int, Hashable]],
+    old: Tensor | None,
 ) -> Tensor:
     """Omega before extraction (A2). keys: (owner, what) of each pool entry; stable identities.
 
@@ -143,7 +127,9 @@ def warm_start(
             omega[:, fresh] = portion[:, None]
             remaining = mass - portion * len(fresh)
             if kept:
-                factor = torch.where(kept_mass > 0, remaining / kept_mass.clamp_min(1e-300), torch.zeros_like(mass))
+                factor = torch.where(
+                    kept_mass > 0, remaining / kept_mass.clamp_min(1e-300), torch.zeros_like(mass)
+                )
                 omega[:, kept] *= factor[:, None]
         elif kept:  # entries that vanished leave their mass to the client's others
             factor = torch.where(kept_mass > 0, mass / kept_mass.clamp_min(1e-300), torch.ones_like(mass))
@@ -237,47 +223,17 @@ def extract(
     return Extraction(omega, experts, losses, residual, grad_norms / calls, row_norms / calls)
 
 
-def project_transport(omega: Tensor, group: Tensor, *, sweeps: int = 500, tolerance: float = 1e-12) -> Tensor:
-    """Euclidean projection onto {Omega >= 0, rows sum to 1, every client's total is M / N}, by Dykstra.
+def average_rows(members: Sequence[Tree], users: Sequence[Sequence[int]]) -> Tree:
+    """Mean of stacked-by-expert tensors, row m over the members listed in users[m] (all, where none is; spec A16).
 
-    omega: (M, P). group: (N, P) of 0 and 1, which client owns a column. Returns float64, both constraints
-    within about `tolerance`^(1/2) when `sweeps` suffice."""
-    omega = omega.double()
-    target = omega.shape[0] / group.shape[0]
-    entries = omega.shape[0] * group.sum(1)  # entries of each client's group
-    x, p = omega, torch.zeros_like(omega)
-    for _ in range(sweeps):
-        y = project_simplex(x + p)
-        p = x + p - y
-        shortfall = (target - group @ y.sum(0)) / entries  # affine set: no Dykstra correction needed
-        x_next = y + shortfall @ group
-        if float((x_next - y).abs().max()) < tolerance:
-            return y
-        x = x_next
-    return project_simplex(x + p)
-
-
-def balanced_quadratic(
-    G: Tensor, b: Tensor, owner: Sequence[int], *, limit: int = 3000, tolerance: float = 1e-10
-) -> Tensor:
-    """Exact balanced program for quadratic losses: minimise sum_m w_m'G_m w_m - 2 b_m'w_m over the transport
-    polytope, by accelerated projected gradient with `project_transport`.
-
-    G: (M, P, P) positive semidefinite. b: (M, P). owner: client of each column. Returns Omega (M, P)."""
-    G, b = G.double(), b.double()
-    owner_index = torch.as_tensor(list(owner))
-    group = (owner_index[None, :] == owner_index.unique()[:, None]).double()
-    step = 1.0 / (2.0 * float(torch.linalg.eigvalsh(G)[:, -1].max()))
-    omega = sinkhorn(torch.ones(b.shape), owner)
-    y, t = omega, 1.0
-    for _ in range(limit):
-        following = project_transport(y - step * 2.0 * (torch.einsum("mpq,mq->mp", G, y) - b), group)
-        if float(((y - following) * (following - omega)).sum()) > 0:
-            t = 1.0
-        t_next = (1.0 + (1.0 + 4.0 * t * t) ** 0.5) / 2.0
-        y = following + (t - 1.0) / t_next * (following - omega)
-        moved = float((following - omega).abs().max())
-        omega, t = following, t_next
-        if moved < tolerance:
-            break
-    return omega
+    members: trees whose tensors have M rows. users: M lists of positions in `members`."""
+    everyone = range(len(members))
+    return {
+        name: torch.stack(
+            [
+                torch.stack([members[k][name][m] for k in who or everyone]).mean(0)
+                for m, who in enumerate(users)
+            ]
+        )
+        for name in members[0]
+    }

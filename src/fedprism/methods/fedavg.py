@@ -14,17 +14,17 @@ from typing import Any
 
 from fedprism.models.interface import Batch, Model, Outputs
 from fedprism.protocol import Ask, Body, Client, Facts, Method, RoundEnd, Server, phase, sample_clients
-from fedprism.training import CountOrZero, LocalTraining, solve
+from fedprism.training import CountOrZero, FederatedTraining, LocalTraining, solve
 from fedprism.trees import Tree, mean
 
 
 @dataclass(frozen=True)
-class Config(LocalTraining):
+class Config(FederatedTraining):
     """FedAvg has no settings beyond local training."""
 
 
 @dataclass(frozen=True)
-class FineTuneConfig(LocalTraining):
+class FineTuneConfig(FederatedTraining):
     """FedAvg followed by fine-tuning before every evaluation."""
 
     finetune_epochs: CountOrZero = 1  # passes over the client's data; 0 = FedAvg
@@ -51,7 +51,7 @@ def update(client: Client, got: Body, cfg: LocalTraining) -> Body:  # ClientUpda
     return {"w": w, "n": client.n, "loss": done.loss, "examples": done.examples}
 
 
-def server(cfg: LocalTraining, state: State, clients: Sequence[int]) -> Server:
+def server(cfg: FederatedTraining, state: State, clients: Sequence[int]) -> Server:
     """w <- sum_k (n_k / n) w_k over the clients that took part."""
     for t in range(state.round, cfg.rounds):
         chosen = sample_clients(clients, cfg.participation, state.seed, t)
@@ -85,7 +85,10 @@ FEDAVG = Method(
     summary="one global model, the sample-weighted mean of the clients' models",
 )  # fmt: skip
 FEDIT = replace(
-    FEDAVG, name="fedit", paper="Zhang et al. 2024", summary="FedAvg on LoRA adapters, A and B averaged separately"
+    FEDAVG,
+    name="fedit",
+    paper="Zhang et al. 2024",
+    summary="FedAvg on LoRA adapters, A and B averaged separately",
 )
 FEDAVG_FT = replace(
     FEDAVG, name="fedavg_ft", paper="Wang et al. 2019", config=FineTuneConfig, predictor=fine_tuned,

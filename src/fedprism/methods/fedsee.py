@@ -23,11 +23,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedprism.methods import expert_extraction
-from fedprism.methods.expert_extraction import client_mass, warm_start
+from fedprism.methods.expert_extraction import PublicLosses, align, average_rows, warm_start
+from fedprism.methods.expert_extraction import extract as run_extraction
+from fedprism.methods.simplex import SERVER, client_mass
 from fedprism.models.interface import Bank, Batch, Model, Outputs
-from fedprism.protocol import PUBLIC, Ask, Body, Client, Facts, Method, RoundEnd, Server, phase, sample_clients
-from fedprism.training import Count, CountOrZero, Fraction, LocalTraining, NonNegative, Positive, adamw
+from fedprism.protocol import (
+    PUBLIC,
+    Ask,
+    Body,
+    Client,
+    Facts,
+    Method,
+    RoundEnd,
+    Server,
+    phase,
+    sample_clients,
+)
+from fedprism.training import Count, CountOrZero, FederatedTraining, Fraction, NonNegative, Positive, adamw
 from fedprism.trees import Tree, copy, flatten, join, mean, norm, split, sub, unflatten
 
 INITIAL = -1  # what a client's initial upload is an expert of: nothing yet
@@ -35,12 +47,14 @@ Group = dict[int, Tree]  # expert index -> tree with the names of blocks["lora_B
 
 
 @dataclass(frozen=True)
-class Config(LocalTraining):
+class Config(FederatedTraining):
     """Settings of FedSEE beyond local training (spec sections 6, 9 and 12)."""
 
     optimizer: Literal["adamw"] = "adamw"
     # initial round
-    init: Literal["paper", "federated", "fixed"] = "paper"  # A trained alone; averaged every epoch; never trained
+    init: Literal["paper", "federated", "fixed"] = (
+        "paper"  # A trained alone; averaged every epoch; never trained
+    )
     init_epochs: Count = 5  # E_init
     init_lr_A_scale: NonNegative = 1.0  # rate of A in the initial round over lr (A36)
     align_init: Literal["none", "lstsq"] = "lstsq"  # A35
@@ -131,23 +145,11 @@ def start(cfg: Config, model: Model, facts: Facts) -> State:
     return State(0, facts.tasks, facts.clients, facts.seed, A, B, head, idle=(0,) * len(facts.tasks))
 
 
-def align(B: Tree, A: Tree, A_new: Tree) -> Tree:
-    """Least-squares change of frame (A35): B' = B A A_new' (A_new A_new')^-1 minimises |B' A_new - B A|_F.
-
-    B: names of lora_B. A, A_new: names of lora_A for the same projections. Blocks without an A are returned as
-    they are."""
-    moved = {}
-    for name, b in B.items():
-        frame = "lora_A" + name.removeprefix("lora_B")
-        if frame in A:
-            a, a_new = A[frame].double(), A_new[frame].double()
-            target = b.double() @ a @ a_new.T
-            b = torch.linalg.solve(a_new @ a_new.T, target.T).T.to(b.dtype)
-        moved[name] = b
-    return moved
-
-
-@phase(receives=["A", "B", "head", "epochs", "lr"], keeps=["adapter"], sends=["A", "B", "head", "n", "loss", "examples"])
+@phase(
+    receives=["A", "B", "head", "epochs", "lr"],
+    keeps=["adapter"],
+    sends=["A", "B", "head", "n", "loss", "examples"],
+)
 def initialize(client: Client, got: Body, cfg: Config) -> Body:
     """Initial round: both factors trained on the task loss alone."""
     A, B, head = got["A"], got["B"], got["head"]
@@ -166,7 +168,14 @@ def initialize(client: Client, got: Body, cfg: Config) -> Body:
     w = {**copy(fixed), **w}
     client.state["adapter"] = w
     parts = [{name: w[name] for name in part} for part in (A, B, head)]
-    return {"A": parts[0], "B": parts[1], "head": parts[2], "n": client.n, "loss": done.loss, "examples": done.examples}
+    return {
+        "A": parts[0],
+        "B": parts[1],
+        "head": parts[2],
+        "n": client.n,
+        "loss": done.loss,
+        "examples": done.examples,
+    }
 
 
 @phase(receives=["A", "head", "aligned", "rows"], keeps=["adapter"], sends=["own", "raw", "aligned"])
@@ -177,13 +186,12 @@ def frame_cost(client: Client, got: Body, cfg: Config) -> Body:
     forms = {"own": mine, "raw": raw, "aligned": {**raw, **got["aligned"]}}
     rows = client.data["validation"]
     rows = rows.select(torch.arange(min(len(rows), got["rows"])))
-    score = {}
-    for form, tree in forms.items():
-        right = sum(
-            int((client.model.apply(tree, batch).logits.argmax(1) == batch["label"]).sum())
-            for batch in rows.batches(cfg.batch_size)
-        )
-        score[form] = right / max(1, len(rows))
+    score = dict.fromkeys(forms, 0.0)
+    with torch.no_grad():
+        for form, tree in forms.items():
+            for batch in rows.batches(cfg.batch_size):
+                right = client.model.apply(tree, batch).logits.argmax(1) == batch["label"]
+                score[form] += float(right.sum()) / len(rows)
     return score
 
 
@@ -243,57 +251,22 @@ def update(client: Client, got: Body, cfg: Config) -> Body:
 )
 def extract(client: Client, got: Body, cfg: Config) -> Body:
     """Extract (spec 6.3) on the public sets: the recovered block alone on base plus pair, no dropout, no router."""
-    model, like, tasks = client.model, got["like"], got["tasks"]
-    base = {**got["pair"], **got["head"]}
-    one = torch.ones(1)
-    count = 0
-
-    def public_loss(expert: Tree, batch: Batch) -> Tensor:
-        out = model.apply(base, batch, bank=Bank(got["A"], {0: expert}, weights=one))
-        total: Tensor = model.per_example_loss(out, batch).sum()
-        return total
-
-    size = cfg.public_batch
-    streams = {}
-    if size:
-        streams = {
-            m: client.data[task].batches(size, steps=cfg.extract_steps, generator=client.generator)
-            for m, task in enumerate(tasks)
-        }
-
-    def gradient(m: int, vector: Tensor) -> tuple[float, Tensor]:
-        nonlocal count
-        leaf = vector.detach().requires_grad_(True)
-        batches = [next(streams[m])] if size else list(client.data[tasks[m]].batches(cfg.batch_size))
-        rows = sum(len(batch["label"]) for batch in batches)
-        value = 0.0
-        for batch in batches:
-            part = public_loss(unflatten(leaf, like), batch) / rows
-            part.backward()  # type: ignore[no-untyped-call]
-            value += float(part.detach())
-        count += rows
-        return value, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-
-    result = expert_extraction.extract(
-        gradient, got["pool"], [owner for owner, _ in got["keys"]], got["omega"], steps=cfg.extract_steps, lr=cfg.extract_lr,
-        block_clip=cfg.block_clip or None, row_clip=cfg.row_clip or None, reg=cfg.reg,
+    rows = [client.data[task] for task in got["tasks"]]
+    losses = PublicLosses(
+        client.model, {**got["pair"], **got["head"]}, got["A"], got["like"], rows, size=cfg.public_batch,
+        chunk=cfg.batch_size, steps=cfg.extract_steps, generator=client.generator,
+    )  # fmt: skip
+    result = run_extraction(
+        losses.gradient, got["pool"], [owner for owner, _ in got["keys"]], got["omega"], steps=cfg.extract_steps,
+        lr=cfg.extract_lr, block_clip=cfg.block_clip or None, row_clip=cfg.row_clip or None, reg=cfg.reg,
         reg_strength=cfg.reg_strength, projection=cfg.extraction, every=cfg.sinkhorn_every,
         iterations=cfg.sinkhorn_iterations,
     )  # fmt: skip
-    experts = {m: copy(unflatten(result.experts[m], like)) for m in range(len(tasks))}
-    table = torch.zeros(0, 0)
-    if cfg.table_rows:
-        with torch.no_grad():
-            table = torch.zeros(len(tasks), len(tasks))
-            for k, task in enumerate(tasks):
-                rows = client.data[task]
-                rows = rows.select(torch.arange(min(len(rows), cfg.table_rows)))
-                for m, expert in experts.items():
-                    sums = [float(public_loss(expert, batch)) for batch in rows.batches(cfg.batch_size)]
-                    table[m, k] = sum(sums) / len(rows)
+    experts = {m: copy(unflatten(result.experts[m], got["like"])) for m in range(len(rows))}
+    table = losses.table(experts, cfg.table_rows) if cfg.table_rows else torch.zeros(0, 0)
     return {"experts": experts, "omega": result.omega, "losses": result.losses, "table": table,
             "residual": result.residual, "gradient_norm": result.gradient_norms, "row_norm": result.row_norms,
-            "examples": count}  # fmt: skip
+            "examples": losses.examples}  # fmt: skip
 
 
 def assign(column: Tensor, cfg: Config) -> tuple[list[int], Tensor, list[int]]:
@@ -314,7 +287,7 @@ def assign(column: Tensor, cfg: Config) -> tuple[list[int], Tensor, list[int]]:
 
 def _extract_body(state: State, uploads: Mapping[tuple[int, int], Tree], cfg: Config) -> Body:
     if cfg.keep_previous:
-        previous = {(expert_extraction.SERVER, m): expert for m, expert in state.experts.items()}
+        previous = {(SERVER, m): expert for m, expert in state.experts.items()}
         uploads = {**uploads, **previous}
     keys = tuple(sorted(uploads))  # stable identities (A2); equal order whoever replied first
     pool = torch.stack([flatten(uploads[key]) for key in keys])  # (P, D)
@@ -323,7 +296,9 @@ def _extract_body(state: State, uploads: Mapping[tuple[int, int], Tree], cfg: Co
             "keys": keys, "omega": omega, "tasks": list(state.tasks)}  # fmt: skip
 
 
-def _absorb(cfg: Config, state: State, asked: Body, got: Body, chosen: Sequence[int]) -> tuple[State, dict[str, Any]]:
+def _absorb(
+    cfg: Config, state: State, asked: Body, got: Body, chosen: Sequence[int]
+) -> tuple[State, dict[str, Any]]:
     """State after an extraction, and its log: new experts, Omega, and the smoothed contributions of who took part."""
     keys = asked["keys"]
     new = client_mass(got["omega"], [owner for owner, _ in keys], list(chosen))  # (M, N_t), the raw C*
@@ -341,7 +316,9 @@ def _absorb(cfg: Config, state: State, asked: Body, got: Body, chosen: Sequence[
         "largest_weight": got["omega"].amax(1).tolist(),
     }  # fmt: skip
     if got["residual"] > 1e-3:
-        log["warning"] = f"Sinkhorn left a column residual of {got['residual']:.1e}; raise sinkhorn_iterations"
+        log["warning"] = (
+            f"Sinkhorn left a column residual of {got['residual']:.1e}; raise sinkhorn_iterations"
+        )
     return state, log
 
 
@@ -350,7 +327,9 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
     M = len(state.tasks)
     if state.round == 0:
         A, B, head = state.A, state.B, state.head
-        federated = cfg.init == "federated"  # A and B averaged after every epoch: the frames never drift apart
+        federated = (
+            cfg.init == "federated"
+        )  # A and B averaged after every epoch: the frames never drift apart
         for epochs in [1] * cfg.init_epochs if federated else [cfg.init_epochs]:
             body = {"A": A, "B": B, "head": head, "epochs": epochs, "lr": cfg.rate(0)}
             replies = yield Ask("initialize", clients, body)
@@ -367,8 +346,12 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
         state = replace(state, A=A, head=head)
         if cfg.frame_rows and A:
             body = {"A": A, "head": head, "rows": cfg.frame_rows}
-            replies = yield Ask("frame_cost", clients, body, each={i: {"aligned": aligned[i]} for i in clients})
-            log["frame_accuracy"] = {form: [r.body[form] for r in replies] for form in ("own", "raw", "aligned")}
+            replies = yield Ask(
+                "frame_cost", clients, body, each={i: {"aligned": aligned[i]} for i in clients}
+            )
+            log["frame_accuracy"] = {
+                form: [r.body[form] for r in replies] for form in ("own", "raw", "aligned")
+            }
         uploads = {(i, INITIAL): (aligned if cfg.align_init == "lstsq" else blocks)[i] for i in clients}
         body = _extract_body(state, uploads, cfg)
         replies = yield Ask("extract", [PUBLIC], body)
@@ -396,29 +379,16 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
             "active": {str(i): active for i, active in trained_by.items()},
             "untrained_experts": [state.tasks[m] for m in range(M) if idle[m] >= 3],
         }
-        router = _average_routers(cfg, replies, each, M)
-        pair = mean([r.body["pair"] for r in replies])
+        pair, router = (mean([r.body[k] for r in replies]) for k in ("pair", "router"))
+        if cfg.router_average == "users":
+            users = [[k for k, r in enumerate(replies) if m in each[r.client]["usable"]] for m in range(M)]
+            router = average_rows([r.body["router"] for r in replies], users)
         state = replace(state, sent=state.experts, pair=pair, router=router, idle=idle)
         uploads = {(r.client, m): block for r in replies for m, block in r.body["blocks"].items()}
         body = _extract_body(state, uploads, cfg)
         replies = yield Ask("extract", [PUBLIC], body)
         state, more = _absorb(cfg, state, body, replies[0].body, chosen)
         yield RoundEnd(t, state, {**log, **more})
-
-
-def _average_routers(cfg: Config, replies: Sequence[Any], each: Mapping[int, Body], M: int) -> Tree:
-    """Uniform mean of the routers; with `router_average = "users"` row m is averaged over clients that may use m."""
-    routers = [r.body["router"] for r in replies]
-    average = mean(routers)
-    if cfg.router_average == "uniform":
-        return average
-    users = [[k for k, r in enumerate(replies) if m in each[r.client]["usable"]] for m in range(M)]
-    return {
-        name: torch.stack(
-            [torch.stack([routers[k][name][m] for k in users[m] or range(len(routers))]).mean(0) for m in range(M)]
-        )
-        for name in average
-    }
 
 
 def serve(cfg: Config, state: State) -> Body:
@@ -445,7 +415,13 @@ def predictor(client: Client, got: Body, cfg: Config) -> Callable[[Batch], Outpu
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "paper": {"align_init": "none", "match_total_epochs": False, "init": "paper", "rounds": 10, "local_epochs": 5},
+    "paper": {
+        "align_init": "none",
+        "match_total_epochs": False,
+        "init": "paper",
+        "rounds": 10,
+        "local_epochs": 5,
+    },
 }
 
 METHOD = Method(

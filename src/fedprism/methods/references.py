@@ -117,7 +117,13 @@ def _models_server(where: int, cfg: LocalTraining, state: ModelsState) -> Server
     for t in range(state.round, cfg.rounds):
         models, optimizers, losses = {}, {}, {}
         for name, w in state.models.items():
-            body = {"w": w, "optimizer": state.optimizers[name], "rows": name, "lr": cfg.rate(t), "steps": state.steps}
+            body = {
+                "w": w,
+                "optimizer": state.optimizers[name],
+                "rows": name,
+                "lr": cfg.rate(t),
+                "steps": state.steps,
+            }
             (reply,) = yield Ask("train_rows", [where], body)
             models[name], optimizers[name] = reply.body["w"], reply.body["optimizer"]
             losses[name] = reply.body["loss"]
@@ -125,7 +131,9 @@ def _models_server(where: int, cfg: LocalTraining, state: ModelsState) -> Server
         yield RoundEnd(t, state, {"train_loss": sum(losses.values()) / len(losses), "train_losses": losses})
 
 
-def _models_state(names: Sequence[str], order: Sequence[str], steps: int, model: Model, seed: int) -> ModelsState:
+def _models_state(
+    names: Sequence[str], order: Sequence[str], steps: int, model: Model, seed: int
+) -> ModelsState:
     return ModelsState(
         0, {name: _initial(model, seed) for name in names}, {name: {} for name in names}, tuple(order), steps
     )
@@ -133,7 +141,9 @@ def _models_state(names: Sequence[str], order: Sequence[str], steps: int, model:
 
 def centralized_start(cfg: CentralizedConfig, model: Model, facts: Facts) -> ModelsState:
     """All models from the same initial tree."""
-    names = ["train"] if cfg.scope == "pooled" else [task for task in facts.tasks if task in facts.trained_tasks]
+    names = (
+        ["train"] if cfg.scope == "pooled" else [task for task in facts.tasks if task in facts.trained_tasks]
+    )
     order = [task if task in names else "train" for task in facts.tasks]
     steps = 0
     if cfg.budget == "matched_steps":  # optimiser steps of an average client in one round

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from fedprism.models.interface import Batch, Model, Outputs
 from fedprism.protocol import Ask, Body, Client, Facts, Method, RoundEnd, Server, phase, sample_clients
-from fedprism.training import LocalTraining, Positive, sgd
+from fedprism.training import FederatedTraining, Positive, sgd
 from fedprism.trees import Tree, add, mean, scale, sub, zeros
 
 
 @dataclass(frozen=True)
-class Config(LocalTraining):
+class Config(FederatedTraining):
     """SCAFFOLD runs on SGD: its correction is a statement about gradients, which AdamW rescales."""
 
     optimizer: Literal["adamw", "sgd"] = "sgd"

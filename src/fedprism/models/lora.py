@@ -42,7 +42,9 @@ def dropout_threshold(rate: float) -> int:
     return round(rate * _LEVELS)
 
 
-def keep_mask(shape: tuple[int, ...], threshold: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+def keep_mask(
+    shape: tuple[int, ...], threshold: int, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
     """Random mask of zeros and ones, each entry zero with probability threshold / 65536.
 
     One 64-bit draw gives four entries: several times faster on a CPU than Bernoulli draws. The same state of
@@ -85,13 +87,13 @@ class ForwardPass:
 
         x: the module's input, identifies the tokens when query and value share a router.
         tokens: (n, d_in), x flattened, without dropout.   Masked experts have no row, so exactly zero."""
-        assert_bank = self.bank
-        if assert_bank is None:
+        bank = self.bank
+        if bank is None:
             raise ValueError("route: this forward pass has no bank of experts")
         if self._last is not None and self._last[0] == router and self._last[1] is x:
             probabilities = self._last[2]
         else:
-            weight, bias = assert_bank.router[f"{router}.weight"], assert_bank.router[f"{router}.bias"]
+            weight, bias = bank.router[f"{router}.weight"], bank.router[f"{router}.bias"]
             if len(self.experts) < weight.shape[0]:
                 rows = torch.tensor(self.experts, device=weight.device)
                 weight, bias = weight.index_select(0, rows), bias.index_select(0, rows)
@@ -174,9 +176,7 @@ class AdaptedLinear(nn.Module):
         return h.addmm_(z, up.t().to(z.dtype)).view(*x.shape[:-1], -1)
 
 
-def adapt_query_value(
-    backbone: nn.Module, *, projection_bias: bool, router_per: str
-) -> list[AdaptedLinear]:
+def adapt_query_value(backbone: nn.Module, *, projection_bias: bool, router_per: str) -> list[AdaptedLinear]:
     """Replace the query and value maps of every attention module by `AdaptedLinear`, in place.
 
     They are found by structure: a module with two linear children named as in `QUERY_VALUE`. Projections are
@@ -199,8 +199,9 @@ def adapt_query_value(
         shown = ", ".join(seen[:20]) + (", ..." if len(seen) > 20 else "") if seen else "none"
         known = ", ".join("/".join(pair) for pair in QUERY_VALUE)
         raise ValueError(
-            f"backbone: {type(backbone).__name__} has no attention module with linear children named {known}; "
-            f"linear layers seen: {shown}; use an encoder of the BERT, RoBERTa, DistilBERT or MiniLM family"
+            f"backbone: {type(backbone).__name__} has no attention module with linear children named "
+            f"{known}; linear layers seen: {shown}; "
+            "use an encoder of the BERT, RoBERTa, DistilBERT or MiniLM family"
         )
     adapted = []
     for k, (module, *names) in enumerate(sites):
@@ -222,12 +223,13 @@ def check_tree(tree: Tree, blocks: Mapping[str, tuple[str, ...]]) -> tuple[Tree,
     unknown = sorted(tree.keys() - known)
     if unknown:
         raise KeyError(
-            f"apply: the tree holds {unknown[:3]}, needs names of lora_A, lora_B and head only; routers belong in a bank"
+            f"apply: the tree holds {unknown[:3]}, needs names of lora_A, lora_B and head only; "
+            "routers belong in a bank"
         )
     pair = {name: tree[name] for name in (*blocks["lora_A"], *blocks["lora_B"]) if name in tree}
     if pair and len(pair) < len(blocks["lora_A"]) + len(blocks["lora_B"]):
         missing = [name for name in (*blocks["lora_A"], *blocks["lora_B"]) if name not in tree]
-        raise KeyError(f"apply: the always-on pair lacks {missing[:3]}; give all of lora_A and lora_B, or none")
+        raise KeyError(f"apply: the pair lacks {missing[:3]}; give all of lora_A and lora_B, or none")
     return pair, {name: tree[name] for name in blocks["head"] if name in tree}
 
 
@@ -248,9 +250,10 @@ def check_bank(bank: Bank, blocks: Mapping[str, tuple[str, ...]]) -> None:
     n_experts = len(bank.weights) if bank.weights is not None else bank.router[blocks["router"][0]].shape[0]
     outside = [m for m in bank.experts if not 0 <= m < n_experts]
     if outside:
-        raise ValueError(f"bank: got experts {outside}, needs indices below {n_experts}, the router's outputs")
+        raise ValueError(f"bank: got experts {outside}, needs indices in 0..{n_experts - 1}")
     if bank.weights is not None:
-        absent = [m for m in range(n_experts) if m not in bank.experts and float(bank.weights[m].detach()) != 0]
+        nonzero = bank.weights.detach().nonzero().flatten().tolist()
+        absent = [m for m in nonzero if m not in bank.experts]
         if absent:
             raise ValueError(f"bank: weights are not zero for experts {absent}, which the bank does not hold")
 
@@ -267,7 +270,7 @@ def init_down(names: Iterable[str], shapes: Mapping[str, tuple[int, int]], seed:
 def init_router(names: Iterable[str], widths: Mapping[str, int], n_experts: int, seed: int) -> Tree:
     """Routers with torch's default linear init: entries uniform in +-1 / sqrt(d_in).
 
-    names: `<router>.weight` and `<router>.bias`.   widths: the same names -> d_in.   n_experts: rows, >= 1."""
+    names: `<router>.weight` and `<router>.bias`.   widths: name -> d_in.   n_experts: rows, >= 1."""
     if n_experts < 1:
         raise ValueError(f"init router: got n_experts={n_experts}, needs at least 1")
     generator = torch.Generator().manual_seed(seed)
