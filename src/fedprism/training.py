@@ -33,7 +33,7 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 class LocalTraining:
     """Fields that every trained method shares: how many rounds, and what a client does in one.
 
-    The optimiser's state is fresh each round (baselines spec 0.3); rates depend on the round, not the step."""
+    The optimiser's state is fresh each round (baselines spec 0.3); rates follow the round, not the step."""
 
     rounds: Count = 10  # communication rounds, >= 1
     local_epochs: Count = 1  # passes over a client's data per round, used when local_steps is 0

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from tests.evaluation import synthetic
 
-from fedprism.evaluation import plots, reports
+from fedprism.evaluation import metrics, plots, reports
 from fedprism.evaluation.reports import load_experiment
 
 
@@ -202,6 +202,8 @@ def test_values_equal_in_print_are_all_best() -> None:
     ]
     table = reports.summary_table({"name": "tie", "runs": runs})
     assert [cell.style for cell in table.columns[1].cells if isinstance(cell, Text)] == ["bold", "bold", ""]
+    (line,) = reports._headline(metrics.summarise_runs(runs), runs, None)
+    assert line == "y reaches 80.0 % test accuracy, mean over clients, level with x."
 
 
 def test_numbers_in_all_tables_are_those_of_the_runs(experiment_dir: Path, html: str) -> None:

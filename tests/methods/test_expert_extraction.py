@@ -121,8 +121,8 @@ def test_the_row_is_the_gradient_through_the_combination() -> None:
     leaf = start.clone().requires_grad_(True)
     ((leaf[0] @ pool - target) ** 2).sum().backward()
     step = 1e-3
-    out = extract(gradient, pool, range(4), omega, steps=1, lr=step, block_clip=None, row_clip=None, reg="none",
-                  projection="independent")  # fmt: skip
+    out = extract(gradient, pool, range(4), omega, steps=1, lr=step, block_clip=None, row_clip=None,
+                  reg="none", projection="independent")  # fmt: skip
     assert leaf.grad is not None
     assert torch.allclose(out.omega, project_simplex(start - step * leaf.grad), atol=1e-12)
 
@@ -138,8 +138,8 @@ def run_quadratic(
         return float(error @ curvature @ error), 2 * curvature @ error
 
     omega = warm_start([(o, k) for k, o in enumerate(owner)], M, [], None)
-    out = extract(gradient, pool, owner, omega, steps=steps, lr=lr, block_clip=None, row_clip=None, reg="none",
-                  projection=projection, every=1)  # fmt: skip
+    out = extract(gradient, pool, owner, omega, steps=steps, lr=lr, block_clip=None, row_clip=None,
+                  reg="none", projection=projection, every=1)  # fmt: skip
     G = (pool @ curvature @ pool.T).expand(M, -1, -1)
     b = optima @ curvature @ pool.T
     exact = balanced_quadratic(G, b, owner)
@@ -148,7 +148,7 @@ def run_quadratic(
 
 def test_two_pure_anchors_per_task_make_extraction_exact() -> None:
     mixtures = torch.eye(3).repeat(2, 1)
-    found, exact, optima, omega = run_quadratic(mixtures, list(range(6)))
+    found, exact, optima, _ = run_quadratic(mixtures, list(range(6)))
     assert float((exact - optima).norm(dim=1).max()) < 1e-6
     assert float((found - optima).norm(dim=1).max()) < 1e-2
 
@@ -158,20 +158,19 @@ def test_extraction_agrees_with_the_exact_balanced_program_and_obeys_the_couplin
     mixtures = torch.tensor(
         [[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.5, 0.5, 0], [0.2, 0.3, 0.5], [0.4, 0.2, 0.4]]
     )
-    optima, pool, curvature = quadratic_tasks(3, mixtures)
+    optima, _, curvature = quadratic_tasks(3, mixtures)
     found, exact, _, omega = run_quadratic(mixtures, list(range(6)))
     assert float((omega.sum(1) - 1).abs().max()) < 1e-9
     assert float((omega.sum(0) - 0.5).abs().max()) < 1e-4
-    # scaling by Sinkhorn is no Euclidean projection: where an optimum lies inside the polytope, the fixed point of
-    # gradient step and scaling has g = omega (a_m + b_p) instead of g = a_m + b_p, so agreement is to about one
-    # percent of the experts' diameter and does not improve with more steps
+    # scaling by Sinkhorn is no Euclidean projection: where an optimum lies inside the polytope, the fixed
+    # point of gradient step and scaling has g = omega (a_m + b_p) instead of g = a_m + b_p, so agreement is
+    # to about one percent of the experts' diameter and does not improve with more steps
     diameter = float(torch.cdist(optima, optima).max())
     assert float((found - exact).norm(dim=1).max()) < 1e-2 * diameter
-    # Prop 11 at eps = 0: |theta_m - theta*_m|^2 <= (L_m(balanced) - L_m(independent)) / sigma_min, sigma_min = 1 here
+    # Prop 11 at eps = 0: |theta_m - theta*_m|^2 <= (L_m(balanced) - L_m(independent)) / sigma_min; here
+    # sigma_min = 1, and the independent program reaches 0: its pool holds the anchors
     error = exact - optima
-    excess = ((error @ curvature) * error).sum(
-        1
-    )  # the independent program reaches 0: its pool holds the anchors
+    excess = ((error @ curvature) * error).sum(1)
     assert float(excess.max()) > 1e-3
     assert bool((error.square().sum(1) <= excess + 1e-9).all())
 
@@ -197,7 +196,8 @@ def test_the_balanced_program_agrees_with_slsqp() -> None:
 
     ref = minimize(
         value, np.full(6, 1 / 3), method="SLSQP", bounds=[(0, 1)] * 6,
-        constraints={"type": "eq", "fun": lambda f: np.r_[f.reshape(2, 3).sum(1) - 1, f.reshape(2, 3).sum(0) - 2 / 3]},
+        constraints={"type": "eq",
+                     "fun": lambda f: np.r_[f.reshape(2, 3).sum(1) - 1, f.reshape(2, 3).sum(0) - 2 / 3]},
         options={"ftol": 1e-14, "maxiter": 500},
     )  # fmt: skip
     assert value(ours.numpy().ravel()) <= ref.fun + 1e-7

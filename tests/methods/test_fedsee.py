@@ -144,7 +144,7 @@ def test_the_server_by_hand_with_written_replies() -> None:
 
 
 @pytest.mark.parametrize("init", ["paper", "federated", "fixed"])
-def test_every_way_to_initialise_runs_and_fixed_keeps_A(init: Any) -> None:
+def test_every_way_to_initialise_runs_and_fixed_never_trains_the_shared_factor(init: Any) -> None:
     clients = fresh()
     before = Linear(3, rank=2).init("lora_A", 0)
     ends = drive(fedsee.METHOD, Config(**FAST, init=init), clients)
@@ -159,8 +159,9 @@ def test_every_way_to_initialise_runs_and_fixed_keeps_A(init: Any) -> None:
         {"calibration": "uniform"}, {"calibration": "none"}, {"shared_pair": False}, {"usable": 1},
         {"extraction": "independent"}, {"reg": "entropy"}, {"reg": "none"}, {"keep_previous": True},
         {"router_init": "zero"}, {"router_average": "users", "usable": 1}, {"average_A": "samples"},
-        {"block_clip": 0.0, "row_clip": 0.0}, {"public_batch": 0}, {"evaluate": "broadcast"}, {"init_lr_A_scale": 0.1},
-        {"participation": 0.5}, {"active": 0, "tau": 0.0}, {"head_init": "train_init"}, {"match_total_epochs": False},
+        {"block_clip": 0.0, "row_clip": 0.0}, {"public_batch": 0}, {"evaluate": "broadcast"},
+        {"init_lr_A_scale": 0.1}, {"participation": 0.5}, {"active": 0, "tau": 0.0},
+        {"head_init": "train_init"}, {"match_total_epochs": False},
     ],
 )  # fmt: skip
 def test_every_switch_runs_and_predicts(switch: dict[str, Any]) -> None:

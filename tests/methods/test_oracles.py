@@ -17,7 +17,8 @@ STEPS = {"local_steps": 10, "lr": 0.05, "optimizer": "sgd", "clip": 0.0, "weight
 
 
 def test_fedavg_settles_at_the_fixed_point_of_its_own_map() -> None:
-    # ten steps of 0.05 contract client i's error to r_i = (1 - 0.05 a_i)^10 of itself: w = mean(r_i w + (1 - r_i) b_i)
+    # ten steps of 0.05 contract client i's error to r_i = (1 - 0.05 a_i)^10 of itself:
+    # w = mean(r_i w + (1 - r_i) b_i)
     r = [(1 - 0.05 * a) ** 10 for a in A]
     fixed = sum((1 - ri) * b for ri, b in zip(r, B, strict=True)) / sum(1 - ri for ri in r)
     assert fixed == pytest.approx(0.68988, abs=5e-6)  # the published value
@@ -57,7 +58,8 @@ def test_scaffold_with_momentum_needs_the_corrected_denominator() -> None:
 
 @pytest.mark.parametrize(("momentum", "expected"), [(0.0, 10.0), (0.9, 41.381059609)])
 def test_sgd_counts_the_weight_of_its_gradients(momentum: float, expected: float) -> None:
-    # expected: sum_{s=1..10} sum_{k=s..10} momentum^(k-s), by hand: 10 without, (1/(1-m)) (10 - m (1-m^10)/(1-m)) with
+    # expected: sum_{s=1..10} sum_{k=s..10} momentum^(k-s), by hand: 10 without momentum m,
+    # (1/(1-m)) (10 - m (1-m^10)/(1-m)) with it
     start = {"w": torch.zeros(1, dtype=torch.float64)}
     end, done = sgd(lambda tree, _b: (3.0 * tree["w"]).sum(), start, [None] * 10, 0.1, momentum=momentum)
     assert done.weight / 0.1 == pytest.approx(expected, rel=1e-9)

@@ -23,7 +23,7 @@ from fedprism.protocol import (
 
 @dataclass
 class PhaseCost:
-    """What a phase cost within one round: seconds, participants asked, bytes over all participants, examples."""
+    """What a phase cost within one round: seconds, participants asked, bytes over all of them, examples."""
 
     seconds: float = 0.0
     asked: int = 0
@@ -102,7 +102,7 @@ class InProcess:
             attached = next((path for path, tensor in tensors_in(sent) if tensor.requires_grad), None)
             if attached is not None:
                 raise ValueError(f"sent '{attached}' with its gradient graph; detach it")
-        except (ValueError, ArithmeticError, KeyError, RuntimeError) as fault:
+        except Exception as fault:  # whatever it is, it gets the place where it happened
             client.state.clear()
             client.state.update(before)  # a failed phase leaves no trace
             if not ask.allow_missing:

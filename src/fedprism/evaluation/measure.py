@@ -21,8 +21,8 @@ SENT = frozenset({"confusion", "loss", "usage", "tokens"})
 def evaluation_phase(method: Method, served: Sequence[str]) -> Phase:
     """The phase "evaluate" of a method. served: names in the body of `method.serve`.
 
-    It sends confusion (T, C, C) counts [task, true, predicted], loss (T,) sums in nats, usage (T, P, M) routing
-    probability summed over real tokens and tokens (T,); the last two are empty without a router."""
+    It sends confusion (T, C, C) counts [task, true, predicted], loss (T,) sums in nats, usage (T, P, M)
+    routing probability summed over real tokens and tokens (T,); without a router the last two are empty."""
 
     def evaluate(client: Client, got: Body, cfg: Any) -> Body:
         server = {name: got[name] for name in served}
@@ -50,7 +50,7 @@ def evaluation_phase(method: Method, served: Sequence[str]) -> Phase:
 
 
 def collect(replies: Sequence[Reply], tasks: Sequence[str], projections: Sequence[str]) -> dict[str, Any]:
-    """JSON-ready evaluation over clients: accuracy and mean loss per client, per task pooled over clients, usage.
+    """JSON-ready evaluation: accuracy and mean loss per client, scores per task over all clients, usage.
 
     Accuracies are fractions. Raises ValueError naming a client without rows."""
     empty = [r.client for r in replies if int(r.body["confusion"].sum()) == 0]
@@ -69,7 +69,7 @@ def collect(replies: Sequence[Reply], tasks: Sequence[str], projections: Sequenc
         if int(total[k].sum())
     }
     result: dict[str, Any] = {
-        "accuracy": [float(r.sum() / n.sum()) for r, n in zip(right, count, strict=True)],
+        "accuracy": [int(r.sum()) / int(n.sum()) for r, n in zip(right, count, strict=True)],
         "loss": [float(r.body["loss"].sum() / n.sum()) for r, n in zip(replies, count, strict=True)],
         "n": [int(n.sum()) for n in count],
         "per_task": per_task,

@@ -247,11 +247,11 @@ dot under the grey line is a client that this method serves worse than {{ refere
 <section id="mixtures">
 <h2>Estimated against true mixtures</h2>
 <p class="how"><b>How to read this.</b> The server never sees what a client's data consist of; it infers each
-client's shares of the tasks from the weights that extraction gives its uploads. A dot on the line is exact.
-There is a <b>structural limit</b>: the weights of one task over all clients add up to the same total for
-every task, so a federation whose tasks are not balanced cannot be estimated exactly, however good the
-extraction. "Best feasible" is the smallest error that this limit leaves; judge the measured error against it,
-not against 0.</p>
+client's shares of the tasks from the weights that extraction gives its uploads. A dot on the line is exact,
+and so is a slope of 1. There is a <b>structural limit</b>: the weights of one task over all clients add up to
+the same total for every task, so a federation whose tasks are not balanced cannot be estimated exactly,
+however good the extraction. "Best feasible" is the smallest error that this limit leaves; judge the measured
+error against it, not against 0.</p>
 {{ grid(mixture) }}
 {{ picture("mixture_scatter", "Estimated against true share of each task in each client") }}
 {{ picture("mixture_heatmaps", "True and estimated mixtures side by side, clients by tasks") }}

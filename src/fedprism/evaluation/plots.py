@@ -146,7 +146,7 @@ def _curves(experiment: Experiment, by_examples: bool) -> dict[str, tuple[Array,
 def learning_curves(experiment: Experiment, by_examples: bool = False) -> Figure | None:
     """Validation accuracy (mean over clients) per round and method; band = mean +- sd over seeds.
 
-    by_examples: x counts training examples, all clients and phases together, instead of rounds.
+    by_examples: x counts the examples trained on, clients and server together, instead of rounds.
     """
     curves = _curves(experiment, by_examples)
     if not curves or (by_examples and all(len(x) < 2 for x, _ in curves.values())):
@@ -208,7 +208,7 @@ def learning_curves(experiment: Experiment, by_examples: bool = False) -> Figure
             },
         )
     if by_examples:
-        ax.set_xlabel("training examples seen so far, all clients together (thousands)")
+        ax.set_xlabel("examples trained on so far, clients and server together (thousands)")
         ax.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}")
         ax.set_xlim(0, last * 1.02)
     else:

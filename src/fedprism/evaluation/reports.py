@@ -553,7 +553,7 @@ def _results(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _headline(
     entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]], reference: str | None
 ) -> list[str]:
-    """The result in a few sentences that hold whatever the numbers are."""
+    """The result in a few sentences that hold whatever the numbers are; equal in print counts as level."""
     ranked = sorted((e for e in entries if e["test"]["overall"]), key=lambda e: -e["test"]["overall"]["mean"])
     if not ranked:
         return ["No run has been tested yet."]
@@ -563,11 +563,17 @@ def _headline(
     first = (
         f"{top['label']} reaches {format_spread(top['test']['overall'])} % test accuracy, mean over clients"
     )
-    lines = [first + (f", the highest of {len(ranked)} methods." if len(ranked) > 1 else ".")]
+    leaders = _best(ranked, lambda entry: entry["test"]["overall"], 1) - {top["label"]}
+    level = [entry["label"] for entry in ranked if entry["label"] in leaders]
+    if level:
+        first += f", level with {' and '.join(level)}"
+    elif len(ranked) > 1:
+        first += f", the highest of {len(ranked)} methods"
+    lines = [first + "."]
     own = next((entry for entry in ranked if entry["label"] == reference), None)
     if reference is None or own is None:
         return lines
-    if own is not top:
+    if own is not top and reference not in level:
         lines[0] += f" {reference} reaches {format_spread(own['test']['overall'])} %."
     paired = {entry["label"]: entry for entry in metrics.paired_summary(runs, reference)}
     for name in ("local_only", "fedit", "fedavg", "public_only"):
@@ -662,7 +668,7 @@ def _mixtures(entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
             pure = format_spread(found["pure_argmax_accuracy"], 100, 0)
             rows.append([entry["label"], *errors, format_spread(found["slope"], 1, 2), pure])
     titles = ["method", "mean absolute error, points", "best feasible", "against realised shares"]
-    titles += ["slope, exact 1", "one-task clients recognised, %"]
+    titles += ["slope of the fit", "one-task clients recognised, %"]
     return _grid(titles, rows, {0: "name"}) if rows else None
 
 

@@ -1,8 +1,8 @@
 """FedSEE's extraction: experts as convex combinations of uploads, guided by losses on public sets.
 
-Throughout, M is the number of tasks (experts), P the number of uploads in the pool and D the number of entries of
-one upload. Omega (M, P) holds the combination weights; `owner` (P,) says whose upload a column is. The theory
-checks call the same functions. Sources: FedSEE spec section 6.3, A1, A2, A16, A20 and A35.
+Throughout, M is the number of tasks (experts), P the number of uploads in the pool and D the number of
+entries of one upload. Omega (M, P) holds the combination weights; `owner` (P,) says whose upload a column is.
+The theory checks call the same functions. Sources: FedSEE spec section 6.3, A1, A2, A16, A20 and A35.
 """
 
 from __future__ import annotations
@@ -22,24 +22,19 @@ Gradient = Callable[[int, Tensor], tuple[float, Tensor]]
 
 
 class PublicLosses:
-    """Losses of single experts on the public sets: the recovered block alone on a base, no router, no dropout (A3).
+    """Losses of single experts on the public sets: the expert alone on a base, no router or dropout (A3).
 
-    model: frozen. base: always-on pair and head. down: shared A. like: names and shapes of one expert. rows: the
-    tasks' public rows, in expert order. size: fresh examples per call and task, 0 = the whole set. chunk: rows
-    per forward pass of a whole set. steps: calls per task to prepare for. `examples` counts the rows seen."""
+    model: frozen. base: always-on pair and head. down: shared A. like: names and shapes of one expert. rows:
+    the tasks' public rows, in expert order. size: fresh examples per call and task, 0 = the whole set. chunk:
+    rows per forward pass of a whole set. steps: calls per task to prepare for. `examples` counts the rows
+    seen."""
 
     def __init__(
         self, model: Model, base: Tree, down: Tree, like: Tree, rows: Sequence[Any], *, size: int, chunk: int,
         steps: int, generator: torch.Generator,
     ) -> None:  # fmt: skip
-        self.model, self.base, self.down, self.like, self.rows, self.chunk = (
-            model,
-            base,
-            down,
-            like,
-            rows,
-            chunk,
-        )
+        self.model, self.base, self.down, self.like = model, base, down, like
+        self.rows, self.chunk = rows, chunk
         self.streams = (
             [r.batches(size, steps=steps, generator=generator) for r in rows] if size and steps else []
         )
@@ -51,13 +46,13 @@ class PublicLosses:
         return self.model.per_example_loss(self.model.apply(self.base, batch, bank=bank), batch).sum()
 
     def gradient(self, m: int, vector: Tensor) -> tuple[float, Tensor]:
-        """Mean loss of task m at the flattened expert `vector` (D,), and its gradient: one leaf, whatever P is."""
+        """Mean loss of task m at the flattened expert `vector` (D,), and its gradient: one leaf for any P."""
         leaf = vector.detach().requires_grad_(True)
         batches = [next(self.streams[m])] if self.streams else list(self.rows[m].batches(self.chunk))
         rows, value = sum(len(batch["label"]) for batch in batches), 0.0
         for batch in batches:
             part = self.total(unflatten(leaf, self.like), batch) / rows
-            part.backward()  # type: ignore[no-untyped-call]
+            part.backward()
             value += float(part.detach())
         self.examples += rows
         return value, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
@@ -76,10 +71,10 @@ class PublicLosses:
 
 
 def align(B: Tree, A: Tree, A_new: Tree) -> Tree:
-    """Least-squares change of frame (spec A35): B' = B A A_new' (A_new A_new')^-1 minimises |B' A_new - B A|_F.
+    """Least-squares change of frame (spec A35).
 
-    B: names of lora_B. A, A_new: names of lora_A for the same projections. Blocks without an A are returned as
-    they are."""
+    B' = B A A_new^T (A_new A_new^T)^-1 minimises |B' A_new - B A|_F. B: names of lora_B. A, A_new: names of
+    lora_A for the same projections. Blocks without an A are returned as they are."""
     moved = {}
     for name, b in B.items():
         frame = "lora_A" + name.removeprefix("lora_B")
@@ -139,9 +134,9 @@ def warm_start(
 
 @dataclass(frozen=True)
 class Extraction:
-    """omega: (M, P) weights, rows sum to 1. experts: (M, D) combinations of the pool. losses: (steps, M) public
-    loss at each step (not of convex combinations between projections). residual: column residual at the end.
-    gradient_norms, row_norms: means before clipping."""
+    """omega: (M, P) weights, rows sum to 1. experts: (M, D) combinations of the pool. losses: (steps, M)
+    public loss at each step (not of convex combinations between projections). residual: column residual at
+    the end. gradient_norms, row_norms: means before clipping."""
 
     omega: Tensor
     experts: Tensor
@@ -186,7 +181,7 @@ def extract(
         raise ValueError(f"extract: reg is '{reg}', needs 'ridge', 'entropy' or 'none'")
     if omega.shape[1] != len(pool) or len(owner) != len(pool):
         raise ValueError(
-            f"extract: {len(pool)} uploads, but omega has {omega.shape[1]} columns and owner {len(owner)} entries"
+            f"extract: {len(pool)} uploads, but omega has {omega.shape[1]} columns, owner {len(owner)}"
         )
 
     def project(value: Tensor) -> Tensor:
@@ -224,9 +219,10 @@ def extract(
 
 
 def average_rows(members: Sequence[Tree], users: Sequence[Sequence[int]]) -> Tree:
-    """Mean of stacked-by-expert tensors, row m over the members listed in users[m] (all, where none is; spec A16).
+    """Mean of stacked-by-expert tensors, row m over the members listed in users[m] (spec A16).
 
-    members: trees whose tensors have M rows. users: M lists of positions in `members`."""
+    members: trees whose tensors have M rows. users: M lists of positions in `members`; where one is empty,
+    all members count."""
     everyone = range(len(members))
     return {
         name: torch.stack(

@@ -69,7 +69,7 @@ def serve(cfg: Any, state: State) -> Body:
 
 def predictor(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]:
     """The global model."""
-    return lambda batch: client.model.apply(got["w"], batch)  # type: ignore[no-any-return]
+    return lambda batch: client.model.apply(got["w"], batch)
 
 
 def fine_tuned(client: Client, got: Body, cfg: FineTuneConfig) -> Callable[[Batch], Outputs]:
@@ -77,7 +77,7 @@ def fine_tuned(client: Client, got: Body, cfg: FineTuneConfig) -> Callable[[Batc
     w = got["w"]
     if cfg.finetune_epochs:
         w, _ = solve(cfg, client.loss, w, client.batches(cfg.batch_size, epochs=cfg.finetune_epochs), cfg.lr)
-    return lambda batch: client.model.apply(w, batch)  # type: ignore[no-any-return]
+    return lambda batch: client.model.apply(w, batch)
 
 
 FEDAVG = Method(

@@ -1,16 +1,16 @@
 """FedSEE: experts recovered from mixed uploads, routing calibrated to each client's mixture.
 
-Source: FedSEE (2026), Algorithm 1 and Appendix C. The server sends M experts (LoRA up-projections B_m over one
-shared, frozen down-projection A), clients train the few that carry their mixture together with an always-on
-pair and a router, and the server recovers each task's expert as a convex combination of the uploads, guided
-by its small task-labelled public sets.
+Source: FedSEE (2026), Algorithm 1 and Appendix C. The server sends M experts (LoRA up-projections B_m over
+one shared, frozen down-projection A), clients train the few that carry their mixture together with an
+always-on pair and a router, and the server recovers each task's expert as a convex combination of the
+uploads, guided by its small task-labelled public sets.
 
 Deviations and choices where the paper is silent (numbers of the specification's list):
-A1 the coefficient 0.01 is a ridge; A2 identities, not positions, carry Omega over a changed pool; A3 extraction
-runs the recovered block alone on the base with the averaged pair merged; A9 nothing of the initial round is
-absorbed; A23 the evaluated model is the personal one right after local training; A26 `match_total_epochs`
-takes the initial epochs off the rounds; A35 `align_init = "lstsq"` expresses every first upload in the frame of the
-averaged A. The preset "paper" is literal; the default preset was chosen on validation accuracy.
+A1 the coefficient 0.01 is a ridge; A2 identities, not positions, carry Omega over a changed pool; A3
+extraction runs the recovered block alone on the base with the averaged pair merged; A9 nothing of the initial
+round is absorbed; A23 the evaluated model is the personal one right after local training; A26
+`match_total_epochs` takes the initial epochs off the rounds; A35 `align_init = "lstsq"` moves first uploads
+to the frame of the averaged A. Preset "paper" is literal; the default one was chosen on validation accuracy.
 The server's public sets live with the participant PUBLIC, whose phase `extract` does the server's training.
 """
 
@@ -52,9 +52,7 @@ class Config(FederatedTraining):
 
     optimizer: Literal["adamw"] = "adamw"
     # initial round
-    init: Literal["paper", "federated", "fixed"] = (
-        "paper"  # A trained alone; averaged every epoch; never trained
-    )
+    init: Literal["paper", "federated", "fixed"] = "paper"  # A trained alone; averaged per epoch; frozen
     init_epochs: Count = 5  # E_init
     init_lr_A_scale: NonNegative = 1.0  # rate of A in the initial round over lr (A36)
     align_init: Literal["none", "lstsq"] = "lstsq"  # A35
@@ -99,9 +97,9 @@ class Config(FederatedTraining):
         left = self.rounds * self.local_epochs - self.init_epochs
         if self.local_steps or left < self.local_epochs or left % self.local_epochs:
             raise ValueError(
-                f"method.fedsee: {self.rounds} rounds of {self.local_epochs} epochs less {self.init_epochs} initial epochs "
-                "leave no whole number of rounds, needs at least one; change init_epochs, rounds or local_epochs "
-                "(local_steps = 0), or set match_total_epochs = false"
+                f"method.fedsee: {self.rounds} rounds of {self.local_epochs} epochs less {self.init_epochs} "
+                "initial epochs leave no whole number of rounds, needs at least one; change init_epochs, "
+                "rounds or local_epochs (local_steps = 0), or set match_total_epochs = false"
             )
         return left // self.local_epochs
 
@@ -113,11 +111,11 @@ class Config(FederatedTraining):
 
 @dataclass(frozen=True)
 class State:
-    """round: the next one; 0 is the initial round. A: shared down-projections. B: start of the initial uploads.
-    head: trained head, empty when frozen. experts: recovered, to be sent next. sent: experts of the last update
-    round. pair, router: averaged; empty before the first average. keys: (client, expert) of each pool entry.
-    omega: (M, P) weights of the last extraction. C: (M, N) smoothed contributions. idle: rounds in a row that
-    an expert had no trainer. tasks: names, expert m recovers tasks[m]. clients, seed: of the run."""
+    """round: the next one; 0 is the initial round. A: shared down-projections. B: start of the initial
+    uploads. head: trained head, empty when frozen. experts: recovered, to be sent next. sent: experts of the
+    last update round. pair, router: averaged; empty before the first average. keys: (client, expert) of each
+    pool entry. omega: (M, P) weights of the last extraction. C: (M, N) smoothed contributions. idle: rounds
+    in a row that an expert had no trainer. tasks: expert m recovers tasks[m]. clients, seed: the run's."""
 
     round: int
     tasks: tuple[str, ...]
@@ -145,42 +143,28 @@ def start(cfg: Config, model: Model, facts: Facts) -> State:
     return State(0, facts.tasks, facts.clients, facts.seed, A, B, head, idle=(0,) * len(facts.tasks))
 
 
-@phase(
-    receives=["A", "B", "head", "epochs", "lr"],
-    keeps=["adapter"],
-    sends=["A", "B", "head", "n", "loss", "examples"],
-)
+@phase(receives=["A", "B", "head", "epochs", "lr"], keeps=["adapter"],
+       sends=["A", "B", "head", "n", "loss", "examples"])  # fmt: skip
 def initialize(client: Client, got: Body, cfg: Config) -> Body:
     """Initial round: both factors trained on the task loss alone."""
     A, B, head = got["A"], got["B"], got["head"]
     fixed = A if cfg.init == "fixed" else {}
     trained = {**B, **head, **({} if fixed else A)}
-    in_A = set(A)
-
-    def loss(tree: Tree, batch: Batch) -> Tensor:
-        return client.loss({**fixed, **tree}, batch)
-
     w, done = adamw(
-        loss, trained, client.batches(cfg.batch_size, epochs=got["epochs"]),
-        lambda name: got["lr"] * (cfg.init_lr_A_scale if name in in_A else 1.0),
+        lambda tree, batch: client.loss({**fixed, **tree}, batch),
+        trained, client.batches(cfg.batch_size, epochs=got["epochs"]),
+        lambda name: got["lr"] * (cfg.init_lr_A_scale if name in A else 1.0),
         weight_decay=cfg.weight_decay, clip=cfg.clip or None,
     )  # fmt: skip
     w = {**copy(fixed), **w}
     client.state["adapter"] = w
-    parts = [{name: w[name] for name in part} for part in (A, B, head)]
-    return {
-        "A": parts[0],
-        "B": parts[1],
-        "head": parts[2],
-        "n": client.n,
-        "loss": done.loss,
-        "examples": done.examples,
-    }
+    parts = {block: {name: w[name] for name in got[block]} for block in ("A", "B", "head")}
+    return {**parts, "n": client.n, "loss": done.loss, "examples": done.examples}
 
 
 @phase(receives=["A", "head", "aligned", "rows"], keeps=["adapter"], sends=["own", "raw", "aligned"])
 def frame_cost(client: Client, got: Body, cfg: Config) -> Body:
-    """Validation accuracy of the own block under the own A, under the shared A, and aligned to the shared A."""
+    """Validation accuracy of the own block under its own A, under the shared A, and aligned to the shared."""
     mine = client.state["adapter"]
     raw = {**mine, **got["A"], **got["head"]}
     forms = {"own": mine, "raw": raw, "aligned": {**raw, **got["aligned"]}}
@@ -195,16 +179,13 @@ def frame_cost(client: Client, got: Body, cfg: Config) -> Body:
     return score
 
 
-@phase(
-    receives=["A", "head", "experts", "pair", "router", "n_experts", "usable", "active", "target", "lr"],
-    keeps=["active", "pair", "router", "usable"],
-    sends=["blocks", "pair", "router", "n", "loss", "kl", "examples"],
-)
+@phase(receives=["A", "head", "experts", "pair", "router", "n_experts", "usable", "active", "target", "lr"],
+       keeps=["active", "pair", "router", "usable"],
+       sends=["blocks", "pair", "router", "n", "loss", "kl", "examples"])  # fmt: skip
 def update(client: Client, got: Body, cfg: Config) -> Body:
-    """ClientUpdate (spec 6.1): active blocks, always-on pair and router on cross-entropy + beta KL(target | usage)."""
-    model, M = client.model, got["n_experts"]
+    """ClientUpdate (spec 6.1): active blocks, pair and router on cross-entropy + beta KL(target | usage)."""
+    model, M, pair = client.model, got["n_experts"], got["pair"]
     seeds = torch.randint(2**62, (3,), generator=client.generator).tolist()
-    pair = got["pair"]
     if cfg.shared_pair and not pair:  # first round: everyone starts from its own pair and router
         pair = {**model.init("lora_A", seeds[0]), **model.init("lora_B", seeds[1])}
     router = got["router"] or model.init("router", seeds[2], n_experts=M)
@@ -226,7 +207,7 @@ def update(client: Client, got: Body, cfg: Config) -> Body:
         if cfg.calibration == "none":
             return task_loss
         usage = out.usage.double().clamp_min(1e-8)  # (projections, M)
-        kl = (target_entropy - (usage[:, seen].log() * target[seen]).sum(1)).mean()
+        kl: Tensor = (target_entropy - (usage[:, seen].log() * target[seen]).sum(1)).mean()
         divergences.append(kl.detach())
         return task_loss + cfg.kl_weight * kl.to(task_loss.dtype)
 
@@ -250,17 +231,17 @@ def update(client: Client, got: Body, cfg: Config) -> Body:
     sends=["experts", "omega", "losses", "table", "residual", "gradient_norm", "row_norm", "examples"],
 )
 def extract(client: Client, got: Body, cfg: Config) -> Body:
-    """Extract (spec 6.3) on the public sets: the recovered block alone on base plus pair, no dropout, no router."""
+    """Extract (spec 6.3) on the public sets: the block alone on base plus pair, no dropout, no router."""
     rows = [client.data[task] for task in got["tasks"]]
     losses = PublicLosses(
         client.model, {**got["pair"], **got["head"]}, got["A"], got["like"], rows, size=cfg.public_batch,
         chunk=cfg.batch_size, steps=cfg.extract_steps, generator=client.generator,
     )  # fmt: skip
     result = run_extraction(
-        losses.gradient, got["pool"], [owner for owner, _ in got["keys"]], got["omega"], steps=cfg.extract_steps,
-        lr=cfg.extract_lr, block_clip=cfg.block_clip or None, row_clip=cfg.row_clip or None, reg=cfg.reg,
-        reg_strength=cfg.reg_strength, projection=cfg.extraction, every=cfg.sinkhorn_every,
-        iterations=cfg.sinkhorn_iterations,
+        losses.gradient, got["pool"], [owner for owner, _ in got["keys"]], got["omega"],
+        steps=cfg.extract_steps, lr=cfg.extract_lr, block_clip=cfg.block_clip or None,
+        row_clip=cfg.row_clip or None, reg=cfg.reg, reg_strength=cfg.reg_strength,
+        projection=cfg.extraction, every=cfg.sinkhorn_every, iterations=cfg.sinkhorn_iterations,
     )  # fmt: skip
     experts = {m: copy(unflatten(result.experts[m], got["like"])) for m in range(len(rows))}
     table = losses.table(experts, cfg.table_rows) if cfg.table_rows else torch.zeros(0, 0)
@@ -270,9 +251,8 @@ def extract(client: Client, got: Body, cfg: Config) -> Body:
 
 
 def assign(column: Tensor, cfg: Config) -> tuple[list[int], Tensor, list[int]]:
-    """Assign (spec 6.2) from one client's column of C, (M,): usable experts U, mixture over them c, trained experts A.
-
-    c (M,) is zero outside U and sums to 1. Ties go to the lower index."""
+    """Assign (spec 6.2), from one client's column of C, (M,): usable experts U, mixture c over them, trained
+    experts A. c (M,) is zero outside U and sums to 1. Ties go to the lower index."""
     M = len(column)
     order = sorted(range(M), key=lambda m: (-float(column[m]), m))
     usable = sorted(order[: cfg.usable or M])
@@ -287,8 +267,7 @@ def assign(column: Tensor, cfg: Config) -> tuple[list[int], Tensor, list[int]]:
 
 def _extract_body(state: State, uploads: Mapping[tuple[int, int], Tree], cfg: Config) -> Body:
     if cfg.keep_previous:
-        previous = {(SERVER, m): expert for m, expert in state.experts.items()}
-        uploads = {**uploads, **previous}
+        uploads = {**uploads, **{(SERVER, m): expert for m, expert in state.experts.items()}}
     keys = tuple(sorted(uploads))  # stable identities (A2); equal order whoever replied first
     pool = torch.stack([flatten(uploads[key]) for key in keys])  # (P, D)
     omega = warm_start(keys, len(state.tasks), state.keys, state.omega)
@@ -299,7 +278,7 @@ def _extract_body(state: State, uploads: Mapping[tuple[int, int], Tree], cfg: Co
 def _absorb(
     cfg: Config, state: State, asked: Body, got: Body, chosen: Sequence[int]
 ) -> tuple[State, dict[str, Any]]:
-    """State after an extraction, and its log: new experts, Omega, and the smoothed contributions of who took part."""
+    """State after an extraction and its log: new experts, Omega, smoothed contributions of who took part."""
     keys = asked["keys"]
     new = client_mass(got["omega"], [owner for owner, _ in keys], list(chosen))  # (M, N_t), the raw C*
     if state.C is None:
@@ -316,20 +295,16 @@ def _absorb(
         "largest_weight": got["omega"].amax(1).tolist(),
     }  # fmt: skip
     if got["residual"] > 1e-3:
-        log["warning"] = (
-            f"Sinkhorn left a column residual of {got['residual']:.1e}; raise sinkhorn_iterations"
-        )
+        log["warning"] = f"Sinkhorn: column residual {got['residual']:.1e}; raise sinkhorn_iterations"
     return state, log
 
 
 def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
-    """The initial round, then update rounds; each ends with Extract and the smoothing of the contributions."""
+    """The initial round, then update rounds; each ends with Extract and smoothing of the contributions."""
     M = len(state.tasks)
     if state.round == 0:
         A, B, head = state.A, state.B, state.head
-        federated = (
-            cfg.init == "federated"
-        )  # A and B averaged after every epoch: the frames never drift apart
+        federated = cfg.init == "federated"  # A and B averaged every epoch: frames never drift apart
         for epochs in [1] * cfg.init_epochs if federated else [cfg.init_epochs]:
             body = {"A": A, "B": B, "head": head, "epochs": epochs, "lr": cfg.rate(0)}
             replies = yield Ask("initialize", clients, body)
@@ -339,19 +314,14 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
         blocks = {r.client: r.body["B"] for r in replies}
         aligned = {r.client: align(r.body["B"], r.body["A"], A) for r in replies}
         size = max(norm(A), 1e-30)
-        log: dict[str, Any] = {
-            "train_loss": sum(r.body["loss"] for r in replies) / len(replies),
-            "frame_drift": [norm(sub(r.body["A"], A)) / size for r in replies],
-        }
+        log: dict[str, Any] = {"train_loss": sum(r.body["loss"] for r in replies) / len(replies)}
+        log["frame_drift"] = [norm(sub(r.body["A"], A)) / size for r in replies]
         state = replace(state, A=A, head=head)
         if cfg.frame_rows and A:
             body = {"A": A, "head": head, "rows": cfg.frame_rows}
-            replies = yield Ask(
-                "frame_cost", clients, body, each={i: {"aligned": aligned[i]} for i in clients}
-            )
-            log["frame_accuracy"] = {
-                form: [r.body[form] for r in replies] for form in ("own", "raw", "aligned")
-            }
+            moved = {i: {"aligned": aligned[i]} for i in clients}
+            replies = yield Ask("frame_cost", clients, body, each=moved)
+            log["frame_accuracy"] = {k: [r.body[k] for r in replies] for k in ("own", "raw", "aligned")}
         uploads = {(i, INITIAL): (aligned if cfg.align_init == "lstsq" else blocks)[i] for i in clients}
         body = _extract_body(state, uploads, cfg)
         replies = yield Ask("extract", [PUBLIC], body)
@@ -360,25 +330,23 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
     for t in range(state.round, cfg.total_rounds):
         C: Tensor = state.C  # type: ignore[assignment]  # set by the initial round
         chosen = sample_clients(clients, cfg.participation, state.seed, t)
-        each, assigned, trained_by = {}, {}, {}
+        each: dict[int, Body] = {}
+        assigned, trained_by = {}, {}
         for i in chosen:
             usable, c, active = assign(C[:, state.clients.index(i)], cfg)
-            target = torch.zeros_like(c)
-            target[usable] = 1.0 / len(usable)
-            each[i] = {"usable": usable, "active": active, "target": c if cfg.calibration == "mixture" else target,
-                       "experts": {m: state.experts[m] for m in usable}}  # fmt: skip
+            uniform = torch.zeros_like(c)
+            uniform[usable] = 1.0 / len(usable)
+            each[i] = {"usable": usable, "active": active, "experts": {m: state.experts[m] for m in usable},
+                       "target": c if cfg.calibration == "mixture" else uniform}  # fmt: skip
             assigned[i], trained_by[i] = c.tolist(), active
         body = {"A": state.A, "head": state.head, "pair": state.pair, "router": state.router, "n_experts": M,
                 "lr": cfg.rate(t - 1)}  # fmt: skip
         replies = yield Ask("update", chosen, body, each=each)
         idle = tuple(0 if any(m in a for a in trained_by.values()) else state.idle[m] + 1 for m in range(M))
-        log = {
-            "train_loss": sum(r.body["loss"] for r in replies) / len(replies),
-            "kl": [r.body["kl"] for r in replies],
-            "assigned": [assigned.get(i) for i in clients],
-            "active": {str(i): active for i, active in trained_by.items()},
-            "untrained_experts": [state.tasks[m] for m in range(M) if idle[m] >= 3],
-        }
+        log = {"train_loss": sum(r.body["loss"] for r in replies) / len(replies),
+               "kl": [r.body["kl"] for r in replies], "assigned": [assigned.get(i) for i in clients],
+               "active": {str(i): active for i, active in trained_by.items()},
+               "untrained_experts": [state.tasks[m] for m in range(M) if idle[m] >= 3]}  # fmt: skip
         pair, router = (mean([r.body[k] for r in replies]) for k in ("pair", "router"))
         if cfg.router_average == "users":
             users = [[k for k, r in enumerate(replies) if m in each[r.client]["usable"]] for m in range(M)]
@@ -401,7 +369,7 @@ def predictor(client: Client, got: Body, cfg: Config) -> Callable[[Batch], Outpu
     """The personal model (spec 6.4); after the initial round the client's own adapter."""
     model, mine = client.model, client.state
     if "adapter" in mine:
-        return lambda batch: model.apply({**mine["adapter"], **got["head"]}, batch)  # type: ignore[no-any-return]
+        return lambda batch: model.apply({**mine["adapter"], **got["head"]}, batch)
     experts, personal = got["experts"], cfg.evaluate == "personal" and "router" in mine
     if "usable" in mine:
         own = mine["active"] if personal else {}
@@ -410,22 +378,17 @@ def predictor(client: Client, got: Body, cfg: Config) -> Callable[[Batch], Outpu
     bank = Bank(got["A"], experts, router) if router else Bank(
         got["A"], experts, weights=torch.full((len(experts),), 1.0 / len(experts))
     )  # fmt: skip
-    return lambda batch: model.apply({**pair, **got["head"]}, batch, bank=bank)  # type: ignore[no-any-return]
+    return lambda batch: model.apply({**pair, **got["head"]}, batch, bank=bank)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "paper": {
-        "align_init": "none",
-        "match_total_epochs": False,
-        "init": "paper",
-        "rounds": 10,
-        "local_epochs": 5,
-    },
-}
+    "paper": {"init": "paper", "align_init": "none", "match_total_epochs": False,
+              "rounds": 10, "local_epochs": 5},
+}  # fmt: skip
 
 METHOD = Method(
-    "fedsee", "FedSEE 2026", Config, State, start, (initialize, frame_cost, update, extract), server, serve, predictor,
-    presets=PRESETS, needs=(PUBLIC,),
-    summary="experts recovered from mixed uploads with a small public set, routing calibrated to each client's mixture",
+    "fedsee", "FedSEE 2026", Config, State, start, (initialize, frame_cost, update, extract), server, serve,
+    predictor, presets=PRESETS, needs=(PUBLIC,),
+    summary="experts recovered from mixed uploads with a small public set, routing calibrated to the mixture",
 )  # fmt: skip

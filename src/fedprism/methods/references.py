@@ -67,10 +67,10 @@ def local_server(cfg: LocalConfig, state: LocalState, clients: Sequence[int]) ->
 
 def local_predictor(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]:
     """The client's own model."""
-    return lambda batch: client.model.apply(client.state["w"], batch)  # type: ignore[no-any-return]
+    return lambda batch: client.model.apply(client.state["w"], batch)
 
 
-# --- one model per task (centralised, public-only), or one for all -------------------------------------------
+# --- one model per task (centralised, public-only), or one for all ----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def untrained_server(cfg: UntrainedConfig, state: LocalState, clients: Sequence[
 
 def untrained_predictor(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]:
     """The frozen model without any adapter."""
-    return lambda batch: client.model.apply({}, batch)  # type: ignore[no-any-return]
+    return lambda batch: client.model.apply({}, batch)
 
 
 def _seed_only(cfg: Any, model: Model, facts: Facts) -> LocalState:

@@ -83,7 +83,7 @@ def serve(cfg: Config, state: State) -> Body:
 
 def predictor(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]:
     """The global model."""
-    return lambda batch: client.model.apply(got["x"], batch)  # type: ignore[no-any-return]
+    return lambda batch: client.model.apply(got["x"], batch)
 
 
 METHOD = Method(

@@ -1,8 +1,8 @@
 """Programs over the simplex and the transport polytope, the numerical core of FedSEE's extraction.
 
-Pure functions; the theory checks call the same ones. M is the number of tasks (experts), P the number of uploads
-in the pool, N the number of clients. Omega (M, P) holds combination weights; `owner` (P,) says whose upload a
-column is. Sources: FedSEE spec sections 2.3 and 6.3, A5, A32, A33.
+Pure functions; the theory checks call the same ones. M is the number of tasks (experts), P the number of
+uploads in the pool, N the number of clients. Omega (M, P) holds combination weights; `owner` (P,) says whose
+upload a column is. Sources: FedSEE spec sections 2.3 and 6.3, A5, A32, A33.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def project_simplex(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuadraticSolution:
-    """weights: minimiser. iterations: used. gap: Frank-Wolfe gap at the end. converged: gap within tolerance."""
+    """weights: minimiser. iterations: used. gap: Frank-Wolfe gap at the end. converged: gap in tolerance."""
 
     weights: Tensor
     iterations: int

@@ -194,7 +194,11 @@ def adapt_query_value(backbone: nn.Module, *, projection_bias: bool, router_per:
                 break
     if not sites:
         seen = sorted(
-            {re.sub(r"\d+", "*", name) for name, m in backbone.named_modules() if isinstance(m, nn.Linear)}
+            {
+                re.sub(r"\b\d+\b", "*", name)
+                for name, m in backbone.named_modules()
+                if isinstance(m, nn.Linear)
+            }
         )
         shown = ", ".join(seen[:20]) + (", ..." if len(seen) > 20 else "") if seen else "none"
         known = ", ".join("/".join(pair) for pair in QUERY_VALUE)

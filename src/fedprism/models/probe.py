@@ -6,10 +6,10 @@ phi(x) is the pooled feature of the frozen encoder, standardised per vector with
 variance 1 over its d entries, as a layer norm without parameters does), with a constant 1 appended. There is
 one projection, "head", no down-projection and no dropout; every example counts as one token.
 
-Features are computed once per text and cached on disk under a hash of backbone, precision, pooling and tokens. The
-key belongs to the single text, not to a data split: other partitions, seeds and methods find what one run
-computed. Every text is encoded in a batch of fixed size, padded to a length that depends on the text alone, so
-its feature does not depend on what else was encoded with it.
+Features are computed once per text and cached on disk under a hash of backbone, precision, pooling and
+tokens. The key belongs to the single text, not to a data split: other partitions, seeds and methods find what one run
+computed. Every text is encoded in a batch of fixed size, padded to a length that depends on the text alone,
+so its feature does not depend on what else was encoded with it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ProbeModel(Model):
         return rows.with_features(self.features(rows))
 
     def _encode(self, texts: dict[bytes, tuple[Tensor, Tensor | None]]) -> dict[bytes, Tensor]:
-        """Feature of each text, from batches of `_BATCH` texts whose lengths round up to the same multiple."""
+        """Feature of each text, from batches of `_BATCH` texts whose lengths round up to one multiple."""
         by_length: dict[int, list[bytes]] = {}
         for key, (ids, _) in texts.items():
             padded = -(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP
@@ -216,8 +216,8 @@ class ProbeModel(Model):
 class FeatureStore:
     """Features by key of their text, in memory and as safetensors files of one folder.
 
-    folder: holds files with `keys` (n, 32) bytes and `features` (n, width); made when first written. Each call
-    of `add` writes one file, under a temporary name first, so several processes may share the folder.
+    folder: holds files with `keys` (n, 32) bytes and `features` (n, width); made when first written. Each
+    call of `add` writes one file, under a temporary name first, so several processes may share the folder.
     Raises ValueError naming the file if one cannot be read."""
 
     def __init__(self, folder: Path, width: int) -> None:
