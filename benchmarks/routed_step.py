@@ -1,9 +1,9 @@
 """How much a routed training step costs against a plain PEFT LoRA step.
 
-Both steps: forward, loss, backward, AdamW on one batch (64 examples of at most 40 tokens), LoRA of rank 4 on
-query and value. The routed step has six experts (all trained), the always-on pair, a router per projection and
-the calibration term. The steps alternate in one process, so that other work on the machine hits both; the ratio
-is the median over repetitions of routed / plain. Variants:
+Both steps: forward, loss, backward, AdamW on one batch (64 examples of at most 40 tokens), LoRA of rank 4
+on query and value. The routed step has six experts (all trained), the always-on pair, a router per projection
+and the calibration term. The steps alternate in one process, so that other work on the machine hits both; the
+ratio is the median over repetitions of routed / plain. Variants:
 
     lora_dropout      LoRA dropout .1 on both sides, the backbone's own dropout off: the ratio to quote
     train_mode        the same, with PEFT's model in `.train()` mode (backbone dropout on), as scripts run it
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -112,7 +113,7 @@ def routed_step(precision: str, variant: str) -> Callable[[], float]:
     return step
 
 
-def measure(plain: Callable[[], float], routed: Callable[[], float], repetitions: int) -> dict[str, float]:
+def measure(plain: Callable[[], float], routed: Callable[[], float], repetitions: int) -> dict[str, Any]:
     """Alternate the two steps; medians in seconds and the median of the ratios of neighbours."""
     for _ in range(3):
         plain()
@@ -125,8 +126,13 @@ def measure(plain: Callable[[], float], routed: Callable[[], float], repetitions
             step()
             seconds[name].append(time.perf_counter() - start)
     ratios = [r / p for r, p in zip(seconds["routed"], seconds["plain"], strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
     return {
         "ratio": statistics.median(ratios),
+        "ratio_quartiles": [low, high],
+        "load_average": os.getloadavg()[
+            0
+        ],  # above `threads`: other work shared the cores, the ratio is noisy
         "plain_seconds": statistics.median(seconds["plain"]),
         "routed_seconds": statistics.median(seconds["routed"]),
     }
@@ -159,8 +165,10 @@ def main() -> None:
             plain, routed = plain_step(precision, variant), routed_step(precision, variant)
             results.setdefault(precision, {})[variant] = row = measure(plain, routed, args.repetitions)
             plain_ms, routed_ms = row["plain_seconds"] * 1e3, row["routed_seconds"] * 1e3
+            low, high = row["ratio_quartiles"]
             print(
-                f"{precision} {variant:14s} ratio {row['ratio']:.3f}  "
+                f"{precision} {variant:14s} ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f})  "
+                f"load {row['load_average']:.1f}  "
                 f"plain {plain_ms:.0f} ms  routed {routed_ms:.0f} ms",
                 flush=True,
             )

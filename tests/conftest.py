@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tests.tiny_text import WORDS, Tiny, save_backbone, write_task
 
 

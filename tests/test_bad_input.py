@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_text import Columns, Tiny, left_behind, rows, save_quietly, save_tokenizer, write_task
 from typer.testing import CliRunner, Result
 
 from fedprism import api, cli
 from fedprism import config as configs
 from fedprism.storage import MARKER
+from tests.tiny_text import Columns, Tiny, left_behind, rows, save_quietly, save_tokenizer, write_task
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,9 @@ def test_a_folder_that_is_not_there(tiny: Tiny) -> None:
 
 def test_a_file_that_is_no_table(tiny: Tiny, root: Path) -> None:
     (root / "metal.parquet").write_bytes(b"PAR1 nothing PAR1")
-    holds(refused(tiny, data__root=str(root)), r"^data: metal\.parquet is not a readable parquet", "replace it")
+    holds(
+        refused(tiny, data__root=str(root)), r"^data: metal\.parquet is not a readable parquet", "replace it"
+    )
 
 
 @pytest.mark.parametrize("split", ["train", "public", "test"])
@@ -89,19 +91,25 @@ def test_an_empty_split(split: str, tiny: Tiny, root: Path) -> None:
     sizes = {"train": 36, "public": 16, "validation": 6, "test": 24}
     write_task(root, "metal", rows("metal", **{**sizes, split: 0}))
     line = refused(tiny, data__root=str(root))
-    holds(line, rf"^data: task 'metal' has no rows in split {split} of metal\.parquet", "give it such rows or")
+    holds(
+        line, rf"^data: task 'metal' has no rows in split {split} of metal\.parquet", "give it such rows or"
+    )
 
 
 def test_a_task_without_any_rows(tiny: Tiny, root: Path) -> None:
     write_task(root, "metal", {"text_a": [], "text_b": [], "label": [], "split": []})
-    holds(refused(tiny, data__root=str(root)), r"^data: metal\.parquet has no rows", "fill it or leave 'metal' out")
+    holds(
+        refused(tiny, data__root=str(root)),
+        r"^data: metal\.parquet has no rows",
+        "fill it or leave 'metal' out",
+    )
 
 
 def test_a_client_with_fewer_rows_than_a_batch(tiny: Tiny) -> None:
     line = refused(tiny, method__batch_size=64)
     holds(
         line,
-        r"^partition: client \d got \d+ examples, needs 70, 64 to train on and 6 for validation \(alpha=1\.0, 4 ",
+        r"^partition: client \d got \d+ examples, needs 70, 64 to train on and 6 for validation \(alpha=1",
         r"; raise data\.alpha or data\.train_per_task, or lower data\.min_examples",
     )
 
@@ -109,6 +117,21 @@ def test_a_client_with_fewer_rows_than_a_batch(tiny: Tiny) -> None:
 def test_the_batches_of_every_method_are_looked_at_before_the_first_one_runs(tiny: Tiny) -> None:
     line = refused(tiny, "fedit", "local_only", method__local_only={"batch_size": 64})
     holds(line, r"^partition: client \d got \d+ examples, needs 70, ")
+
+
+def test_the_data_of_every_seed_are_looked_at_before_the_first_one_runs(tiny: Tiny) -> None:
+    alpha = {"data__alpha": 0.2, "data__threshold": 0.0}
+    works: dict[bool, int] = {}  # a seed that gives each client a batch, and one that does not
+    for seed in range(40):
+        try:
+            api._build(tiny.experiment(**alpha), seed, 8)
+            works.setdefault(True, seed)
+        except ValueError:
+            works.setdefault(False, seed)
+        if len(works) == 2:
+            break
+    line = refused(tiny, seeds=[works[True], works[False]], **alpha)
+    holds(line, r"^partition: client \d got \d+ examples, needs 14, ")
 
 
 def spoilt(where: str, label: int) -> Columns:
@@ -132,16 +155,26 @@ def test_a_gap_in_the_classes(tiny: Tiny, root: Path) -> None:
 def test_a_label_outside_the_classes_of_a_known_task(tiny: Tiny, root: Path) -> None:
     write_task(root, "sst2", {**spoilt("train", -1), "text_b": [None] * 82})
     line = refused(tiny, data__root=str(root), data__tasks=["fruit", "sst2"])
-    holds(line, r"^data: task 'sst2', row 0 .* has label -1, needs 0\.\.1 \(negative, positive\); correct or drop")
+    holds(
+        line,
+        r"^data: task 'sst2', row 0 .* has label -1, needs 0\.\.1 \(negative, positive\); correct or drop",
+    )
 
 
 def test_more_tasks_than_clients_at_the_pure_end(tiny: Tiny) -> None:
     line = refused(tiny, data__partition="pure", data__clients=2)
-    holds(line, r"^partition: 3 tasks, 2 clients: more tasks than clients", r"; raise data\.clients to 3 or drop")
+    holds(
+        line,
+        r"^partition: 3 tasks, 2 clients: more tasks than clients",
+        r"; raise data\.clients to 3 or drop",
+    )
 
 
 def test_the_same_task_twice(tiny: Tiny) -> None:
-    holds(refused(tiny, data__tasks=["fruit", "fruit"]), r"^data: got 'fruit' twice, needs", "correct the lists")
+    path = tiny.write(Path("tiny.toml"))
+    path.write_text(path.read_text().replace('"metal"', '"fruit"'))
+    line = the_line(call("run", path, "--out", "out", "--quiet"), 2)
+    holds(line, r"^config: data\.tasks and data\.public_only has fruit more than once; name each once$")
 
 
 def test_more_test_rows_than_there_are(tiny: Tiny) -> None:
@@ -162,7 +195,11 @@ def test_more_test_rows_than_there_are(tiny: Tiny) -> None:
         ("rounds = 4", "rounds = 0", [r"^config: method\.rounds is 0, must be >= 1$"]),
         ("rounds = 4", 'rounds = "4"', [r"^config: method\.rounds is '4', must be a whole number$"]),
         ("clients = 4", "clients = -4", [r"^config: data\.clients is -4, must be >= 1$"]),
-        ("[method.scaffold]", "[method.scafold]", [r"\[method\.scafold\] belongs to no .* did you mean scaffold\?"]),
+        (
+            "[method.scaffold]",
+            "[method.scafold]",
+            [r"\[method\.scafold\] belongs to no .* did you mean scaffold\?"],
+        ),
         ('"fedit"', '"fedti"', [r"^config: method\.names has unknown 'fedti'; did you mean fedit"]),
         ("name =", "name", [r"^config: tiny\.toml is not valid TOML: .*line 1"]),
     ],
@@ -189,7 +226,7 @@ def test_epochs_that_leave_fedsee_no_round(tiny: Tiny) -> None:
     line = refused(tiny, "fedsee", method__fedsee={"init_epochs": 5})
     holds(
         line,
-        r"^config: method\.fedsee: 4 rounds of 1 epochs less 5 initial epochs leave no whole number of rounds",
+        r"^config: method\.fedsee: 4 rounds of 1 epochs less 5 initial epochs leave no whole number",
         r"needs at least one",
         r"; change init_epochs, rounds or local_epochs .*, or set match_total_epochs = false$",
     )
@@ -197,7 +234,9 @@ def test_epochs_that_leave_fedsee_no_round(tiny: Tiny) -> None:
 
 def test_an_optimiser_that_a_method_can_not_use(tiny: Tiny) -> None:
     line = refused(tiny, "scaffold", method__optimizer="adamw")
-    holds(line, r"method\.scaffold\.optimizer is 'adamw', SCAFFOLD needs 'sgd'; set method\.scaffold\.optimizer")
+    holds(
+        line, r"method\.scaffold\.optimizer is 'adamw', SCAFFOLD needs 'sgd'; set method\.scaffold\.optimizer"
+    )
 
 
 def test_a_config_that_is_not_there(tiny: Tiny) -> None:
@@ -210,17 +249,28 @@ def test_a_config_that_is_not_there(tiny: Tiny) -> None:
 
 def test_a_backbone_that_is_not_there(tiny: Tiny) -> None:
     line = refused(tiny, model__backbone="./nowhere")
-    holds(line, r"^backbone: no folder '\./nowhere'; give a folder saved by save_pretrained, a hub name or 'minilm'$")
+    holds(
+        line,
+        r"^backbone: no folder '\./nowhere'; give a folder saved by save_pretrained, a hub name or 'minilm'$",
+    )
 
 
 def test_a_backbone_folder_that_holds_no_model(tiny: Tiny, root: Path) -> None:
     line = refused(tiny, model__backbone=str(root))
-    holds(line, r"^backbone: '.*tasks' is not a model, it has no config\.json; give a folder saved by save_pretr")
+    holds(
+        line,
+        r"^backbone: '.*tasks' is not a model, it has no config\.json; give a folder saved by save_pretr",
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("config.json", b"{}"), ("config.json", b"{"), ("model.safetensors", b"short"), ("model.safetensors", None)],
+    [
+        ("config.json", b"{}"),
+        ("config.json", b"{"),
+        ("model.safetensors", b"short"),
+        ("model.safetensors", None),
+    ],
 )
 def test_a_backbone_folder_with_a_damaged_file(
     name: str, content: bytes | None, tiny: Tiny, tmp_path: Path
@@ -231,7 +281,10 @@ def test_a_backbone_folder_with_a_damaged_file(
     else:
         (folder / name).write_bytes(content)
     line = refused(tiny, model__backbone=str(folder))
-    holds(line, r"^backbone: could not load '.*backbone' \(.+\); it needs config\.json, safetensors weights and a tok")
+    holds(
+        line,
+        r"^backbone: could not load '.*backbone' \(.+\); it needs config\.json, safetensors weights and ",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +338,10 @@ def test_an_existing_run_is_kept_without_force(tiny: Tiny, monkeypatch: pytest.M
     assert call("run", path, "--out", "out", "--quiet").exit_code == 0
     before = left_behind(Path("out"))
     line = the_line(call("run", path, "--out", "out", "--quiet"), 2)
-    holds(line, r"^out holds a run already; go on with it \(fedprism resume out\), replace it with --force, or choose")
+    holds(
+        line,
+        r"^out holds a run already; go on with it \(fedprism resume out\), replace it with --force, or ",
+    )
     assert left_behind(Path("out")) == before
     assert call("run", path, "--out", "out", "--quiet", "--force").exit_code == 0
 
@@ -300,24 +356,33 @@ def test_a_directory_with_other_files_is_kept_with_force(tiny: Tiny) -> None:
 
 
 def test_resuming_what_can_not_be_resumed(tiny: Tiny) -> None:
-    holds(the_line(call("resume", "nowhere", "--quiet"), 2), r"^nowhere does not exist; name a directory that")
+    holds(
+        the_line(call("resume", "nowhere", "--quiet"), 2), r"^nowhere does not exist; name a directory that"
+    )
     Path("empty").mkdir()
-    holds(the_line(call("resume", "empty", "--quiet"), 2), r"^empty is no run of fedprism's; name a directory that")
+    holds(
+        the_line(call("resume", "empty", "--quiet"), 2),
+        r"^empty is no run of fedprism's; name a directory that",
+    )
     Path("empty", MARKER).touch()
-    holds(the_line(call("resume", "empty", "--quiet"), 2), r"^resume: empty/config\.toml is missing, .*--force$")
+    holds(
+        the_line(call("resume", "empty", "--quiet"), 2), r"^resume: empty/config\.toml is missing, .*--force$"
+    )
 
 
 def test_a_damaged_checkpoint(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write(Path("tiny.toml"), "fedit")
-    run = Path("out/fedit/seed-3")
-    monkeypatch.setattr(api, "_summarise", interrupt)
-    assert call("run", path, "--out", "out", "--quiet").exit_code == 130
-    monkeypatch.undo()
-    monkeypatch.chdir(path.parent)
-    file = run / "checkpoints/round-0003/server.safetensors"
+    monkeypatch.setattr(api, "write_report", lambda dirs: Path(dirs[0]) / "report.html")
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "_summarise", interrupt)
+        assert call("run", path, "--out", "out", "--quiet").exit_code == 130
+    file = Path("out/fedit/seed-3") / "checkpoints/round-0003/server.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
     line = the_line(call("resume", "out", "--quiet"), 2)
-    holds(line, r"^checkpoint .*round-0003 can't be read \(.+\); delete .*round-0003 to resume from an earlier round$")
+    holds(
+        line,
+        r"^checkpoint .*round-0003 can't be read \(.+\); delete .*round-0003 to resume from an earlier r",
+    )
     shutil.rmtree(file.parent)
     assert call("resume", "out", "--quiet").exit_code == 0  # the way out leads out
 
@@ -344,7 +409,7 @@ class Disk:
         self.flush(handle)
 
 
-@pytest.mark.parametrize("flushes", [0, 2, 4, 9, 18, 20, 30, 48])
+@pytest.mark.parametrize("flushes", [0, 2, 4, 9, 18, 20, 30, 43])
 def test_a_disk_that_fills_up(
     flushes: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, plain_run: dict[str, Any]
 ) -> None:
@@ -424,7 +489,7 @@ def test_a_process_that_may_write_no_large_files_says_one_line(tiny: Tiny) -> No
     done = process("run", path, "--out", "out", "--quiet", preexec_fn=limit)
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.count("\n") == 1
-    holds(done.stderr, r"^fedprism: can't write .*round-0000: File too large; .* make room, then resume the run$")
+    holds(done.stderr, r"^fedprism: can't write out/.*: File too large; .* make room, then resume the run$")
 
 
 def test_the_configs_of_these_tests_are_themselves_sound(tiny: Tiny) -> None:

@@ -1,4 +1,4 @@
-"""A whole experiment in a second: a random two-layer BERT, three text tasks of made-up sentences, four clients."""
+"""A whole experiment in a second: a random two-layer BERT, three tasks of made-up sentences, four clients."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Tiny:
 class Watch(Silent):
     """A progress that remembers, and that stops the run: at the end of a round, or inside one.
 
-    stop_after: round whose end raises `Stopped`, after its checkpoint. stop_in: (round, phase) that raises."""
+    stop_after: round whose end raises `Stopped`, after its checkpoint. stop_in: (round, phase) that does."""
 
     stop_after: int | None = None
     stop_in: tuple[int, str] | None = None

@@ -66,16 +66,16 @@ class Workshop:
 
     experiment: Experiment
     progress: Progress
-    _built: dict[tuple[int, int], tuple[Any, Federation]] = field(default_factory=dict)
+    _built: dict[int, tuple[Any, Federation]] = field(default_factory=dict)
 
-    def get(self, seed: int, min_examples: int) -> tuple[Any, Federation]:
-        """Model and federation of a seed, rows prepared for the model."""
-        key = (seed, min_examples)
-        if key not in self._built:
+    def get(self, seed: int) -> tuple[Any, Federation]:
+        """Model and federation of a seed; every client has at least a batch of each of the methods."""
+        if seed not in self._built:
             self._built.clear()  # one seed's data in memory at a time
             self.progress.note(f"preparing data and model, seed {seed}")
-            self._built[key] = _build(self.experiment, seed, min_examples)
-        return self._built[key]
+            largest = max(_resolve(self.experiment, name)[1].batch_size for name in self.experiment.methods)
+            self._built[seed] = _build(self.experiment, seed, largest)
+        return self._built[seed]
 
 
 def _load_model(experiment: Experiment, seed: int, n_classes: int) -> Any:
@@ -170,7 +170,7 @@ def run_method(
     fit and protocol.ClientFailure when a participant fails."""
     torch.set_num_threads(experiment.engine.threads)
     method, cfg = _resolve(experiment, name)
-    model, federation = workshop.get(seed, cfg.batch_size)
+    model, federation = workshop.get(seed)
     participants = _participants(method, model, federation)
     facts = _facts(federation, seed)
     served = tuple(method.serve(cfg, method.start(cfg, model, facts)))
@@ -358,9 +358,9 @@ def run_experiment(
     if (Path(out) / MARKER).is_file() and not force:
         RunDirectory.create(out)  # refuses, before any work is done
     workshop = Workshop(experiment, progress or Silent())
-    _, cfg = _resolve(experiment, experiment.methods[0])
-    # data and model are sound before a directory is made or replaced
-    workshop.get(experiment.seeds[0], cfg.batch_size)
+    # model and data are sound for every seed before a directory is made or replaced
+    for seed in reversed(experiment.seeds):  # the first seed last: it is the one that is kept
+        workshop.get(seed)
     directory = RunDirectory.create(out, force=force)
     directory.write_text("config.toml", configs.dumps(experiment))
     return _run_all(experiment, directory, workshop)

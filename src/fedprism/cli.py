@@ -229,7 +229,8 @@ def explain(fault: BaseException) -> tuple[int, str] | None:
     if isinstance(fault, OSError):
         if fault.errno == errno.EPIPE:
             return None
-        return ENVIRONMENT, _os_text(fault)
+        full = fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and "make room" not in str(fault)
+        return ENVIRONMENT, _os_text(fault) + ("; make room, then resume the run" if full else "")
     if isinstance(fault, KeyError):
         text = str(fault.args[0]) if fault.args else ""
         return MISTAKE, text if " " in text else f"no entry '{text}' (FEDPRISM_DEBUG=1 shows where)"

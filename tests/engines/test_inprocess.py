@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny import TinyRows
 
 from fedprism.engines.inprocess import InProcess
 from fedprism.protocol import POOLED, PUBLIC, Ask, Body, Client, ClientFailure, Phase, phase
-from tests.tiny import TinyRows
 
 
 def clients(*ids: int) -> dict[int, Client]:
@@ -145,8 +145,8 @@ def test_a_failure_that_is_allowed_is_a_reply_and_leaves_no_trace() -> None:
 
 def test_the_others_go_on_when_one_may_be_missing() -> None:
     made = engine(fails_at(1, ValueError("it broke")))
-    for round in range(2):
-        replies = made.carry(ask(allow_missing=True), round)
+    for t in range(2):
+        replies = made.carry(ask(allow_missing=True), t)
         assert [r.client for r in replies] == [0, 1, 2]
         assert [r.body for r in replies] == [{"v": 0}, {}, {"v": 2}]
         assert [r.error is None for r in replies] == [True, False, True]
@@ -190,7 +190,9 @@ def test_a_reply_without_its_contract_is_refused() -> None:
     def work(client: Client, got: Body, cfg: Any) -> Body:
         return {"v": 0, "more": 1}
 
-    with pytest.raises(ClientFailure, match=r"round 0, client 0: .*sent \['more', 'v'\].*undeclared \['more'\]"):
+    with pytest.raises(
+        ClientFailure, match=r"round 0, client 0: .*sent \['more', 'v'\].*undeclared \['more'\]"
+    ):
         engine(work).carry(ask(), 0)
 
 
@@ -272,9 +274,17 @@ def test_draws_differ_by_phase() -> None:
     assert values[0] != values[1]
 
 
+def test_a_phase_asked_again_after_another_one_draws_anew() -> None:
+    kinds = {n: Phase(draw, n, frozenset({"w"}), frozenset(), frozenset({"v"})) for n in ("work", "play")}
+    made = InProcess("toy", kinds, clients(0), None, 0)
+    order = ("work", "play", "work", "play", "work")
+    values = [tuple(made.carry(Ask(name, [0], {"w": 1}), 0)[0].body["v"].tolist()) for name in order]
+    assert len(set(values)) == 5
+
+
 def test_two_engines_draw_the_same_and_a_new_round_counts_its_asks_afresh() -> None:
     long, short = engine(draw), engine(draw)
-    asked = [drawn(long, round) for round in (0, 0, 1, 1, 1, 2)]
+    asked = [drawn(long, t) for t in (0, 0, 1, 1, 1, 2)]
     assert drawn(short, 1) == asked[2]  # as after a resume: nothing of round 0 is needed
     assert drawn(short, 1) == asked[3]
     assert drawn(short, 2) == asked[5]

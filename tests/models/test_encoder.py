@@ -1,4 +1,4 @@
-"""The encoder classifier: families, routing, PEFT equality, precision, errors (FedSEE spec 14, items 1 to 4)."""
+"""The encoder classifier: families, routing, PEFT equality, precision, errors (FedSEE spec 14)."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ variance 1 over its d entries, as a layer norm without parameters does), with a 
 one projection, "head", no down-projection and no dropout; every example counts as one token.
 
 Features are computed once per text and cached on disk under a hash of backbone, precision, pooling and
-tokens. The key belongs to the single text, not to a data split: other partitions, seeds and methods find what one run
-computed. Every text is encoded in a batch of fixed size, padded to a length that depends on the text alone,
-so its feature does not depend on what else was encoded with it.
+tokens. The key belongs to the single text, not to a data split: other partitions, seeds and methods find what
+one run computed. Every text is encoded in a batch of fixed size, padded to a length that depends on the text
+alone, so its feature does not depend on what else was encoded with it.
 """
 
 from __future__ import annotations
