@@ -84,7 +84,8 @@ def trimmed(threads: int) -> dict[str, Any]:
     """Seconds of the same training rows, padded to 128 against trimmed and bucketed."""
     model = load_encoder("minilm", head_scale=1.0, max_length=128, precision="fp32", seed=0)
     federation = build_text_federation(
-        tasks=TASKS, clients=6, partition="pure", train_per_task=192, public_per_task=8, validation_per_client=64,
+        tasks=TASKS, clients=6, partition="pure", train_per_task=192, public_per_task=8,
+        validation_per_client=64,
         test_per_client=8, min_examples=64, max_length=128, tokenizer=model.tokenizer, seed=0,
     )  # fmt: skip
     rows = federation.pooled["train"]
@@ -133,7 +134,8 @@ def pool(threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     model = load_encoder("minilm", head_scale=1.0, max_length=48, precision="fp32", seed=0)
     federation = build_text_federation(
-        tasks=TASKS, clients=6, partition="pure", train_per_task=64, public_per_task=64, validation_per_client=8,
+        tasks=TASKS, clients=6, partition="pure", train_per_task=64, public_per_task=64,
+        validation_per_client=8,
         test_per_client=8, min_examples=8, max_length=48, tokenizer=model.tokenizer, seed=0,
     )  # fmt: skip
     down, like = model.init("lora_A", 0), model.init("lora_B", 0)

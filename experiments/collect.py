@@ -1,9 +1,9 @@
-"""Turn finished experiments into committed results: JSON with seeds, commit and figures, and a Markdown table.
+"""Turn finished experiments into committed results: JSON with seeds, commit, figures; a Markdown table.
 
     python experiments/collect.py runs/NAME [runs/NAME2 ...] [--reference fedsee]
 
-Writes experiments/results/NAME.json for each directory and prints its table. Seconds stay out: they belong to a
-machine. Exit status 2 where a directory holds no finished experiment.
+Writes experiments/results/NAME.json for each directory and prints its table. Seconds stay out: they belong
+to a machine. Exit status 2 where a directory holds no finished experiment.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def collect(directory: Path, reference: str) -> dict[str, Any]:
 
 def main() -> int:
     """Collect every directory named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directories", nargs="+", type=Path)
     parser.add_argument("--reference", default="fedsee")
     args = parser.parse_args()
@@ -56,7 +56,8 @@ def main() -> int:
             return 2
         path = RESULTS / f"{directory.name}.json"
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"{path.name}\n\n{reports.markdown_table(reports.load_experiment(directory), args.reference)}\n")
+        table = reports.markdown_table(reports.load_experiment(directory), args.reference)
+        print(f"{path.name}\n\n{table}\n")
     return 0
 
 

@@ -25,7 +25,7 @@ LEVELS = {
 
 def main() -> None:
     """Run or resume all levels."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     args = parser.parse_args()

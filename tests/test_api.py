@@ -542,8 +542,8 @@ def test_bytes_and_examples_of_fedsee(tiny: Tiny, tmp_path: Path, no_report: Non
     for phase, (asked, up, down, examples) in first.items():
         cost = {key: value for key, value in lines[0]["phases"][phase].items() if key != "seconds"}
         assert cost == {"asked": asked, "bytes_up": up, "bytes_down": down, "examples": examples}
-    assert lines[0]["bytes_up_per_client"] == A + B + 6 * NUMBER
-    assert lines[0]["bytes_down_per_client"] == 2 * (A + B) + 3 * NUMBER
+    assert lines[0]["bytes_up_per_client"] == A + B + 3 * NUMBER  # a diagnosis is no communication
+    assert lines[0]["bytes_down_per_client"] == A + B + 2 * NUMBER
     # up: one expert, the pair, the router; n, loss, kl, examples
     up = B + (A + B) + ROUTER + 4 * NUMBER
     # down: A, three experts; number of experts, rate; three usable, one active; a target of three doubles
@@ -553,7 +553,7 @@ def test_bytes_and_examples_of_fedsee(tiny: Tiny, tmp_path: Path, no_report: Non
     for line in lines:
         assert line["phases"]["extract"]["asked"] == 1
         assert line["phases"]["extract"]["examples"] == 4 * 3 * 4  # steps, tasks, examples per step and task
-    assert run["bytes_up_per_client_round"] == (A + B + 6 * NUMBER + 3 * up) / 4
+    assert run["bytes_up_per_client_round"] == (A + B + 3 * NUMBER + 3 * up) / 4
     assert run["examples_trained"] == 4 * 3 * N  # one initial epoch and three rounds
     assert run["examples_public"] == 4 * 48
     assert run["local_epochs"] == 4.0

@@ -182,6 +182,7 @@ def run_method(
     if restored is None:
         state = method.start(cfg, model, facts)
         directory.truncate_metrics(-1)
+        model.logit_spread(next(participants[0].data["validation"].batches(64)))  # `describe` reports it
         _write_records(directory, experiment, name, seed, cfg, federation, model)
     else:
         done, state, kept = restored

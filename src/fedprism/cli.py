@@ -152,7 +152,11 @@ def _finish(summary: Mapping[str, Any], out: Path) -> None:
     from fedprism import api
     from fedprism.evaluation import reports
 
-    _console().print(reports.summary_table(summary))
+    console = _console()
+    console.print(reports.summary_table(summary))
+    paired = reports.paired_table(summary)
+    if paired is not None:
+        console.print(paired)
     page = out / "report.html"  # a finished experiment has it; a single run that was resumed may not
     typer.echo(f"report: {page if page.is_file() else api.write_report([out])}")
 

@@ -36,13 +36,15 @@ class Ask:
 
     phase: name of a phase of the method. clients: whom to ask. body: what all of them get. each: what one
     participant gets besides, by participant. allow_missing: let the server see failures as replies with
-    `error` set; without it a failing participant raises."""
+    `error` set; without it a failing participant raises. diagnostic: not part of the method, so its bytes
+    stay out of the communication of clients."""
 
     phase: str
     clients: Sequence[int]
     body: Mapping[str, Any]
     each: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     allow_missing: bool = False
+    diagnostic: bool = False
 
 
 @dataclass(frozen=True)

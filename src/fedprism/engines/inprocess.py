@@ -115,8 +115,9 @@ class InProcess:
         cost.bytes_up, cost.bytes_down = cost.bytes_up + up, cost.bytes_down + down
         examples = sent.get("examples", 0)
         cost.examples += int(examples)
-        counts = self.traffic.setdefault(identity, [0, 0])
-        counts[0], counts[1] = counts[0] + up, counts[1] + down
+        if not ask.diagnostic:
+            counts = self.traffic.setdefault(identity, [0, 0])
+            counts[0], counts[1] = counts[0] + up, counts[1] + down
         return Reply(identity, sent)
 
     def take_costs(self) -> tuple[dict[str, PhaseCost], dict[int, list[int]]]:

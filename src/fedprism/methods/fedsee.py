@@ -320,7 +320,7 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
         if cfg.frame_rows and A:
             body = {"A": A, "head": head, "rows": cfg.frame_rows}
             moved = {i: {"aligned": aligned[i]} for i in clients}
-            replies = yield Ask("frame_cost", clients, body, each=moved)
+            replies = yield Ask("frame_cost", clients, body, each=moved, diagnostic=True)
             log["frame_accuracy"] = {k: [r.body[k] for r in replies] for k in ("own", "raw", "aligned")}
         uploads = {(i, INITIAL): (aligned if cfg.align_init == "lstsq" else blocks)[i] for i in clients}
         body = _extract_body(state, uploads, cfg)

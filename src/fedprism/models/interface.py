@@ -99,4 +99,4 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """JSON facts for the run record: backbone, weights' hash, sizes of the blocks, head's logit spread."""
+        """JSON facts for the run record: backbone, weights' hash, sizes of blocks, head's logit spread."""
