@@ -52,7 +52,7 @@ class Config(FederatedTraining):
 
     optimizer: Literal["adamw"] = "adamw"
     # initial round
-    init: Literal["paper", "federated", "fixed"] = "paper"  # A trained alone; averaged per epoch; frozen
+    init: Literal["paper", "federated", "fixed"] = "federated"  # A trained alone; averaged per epoch; frozen
     init_epochs: Count = 5  # E_init
     init_lr_A_scale: NonNegative = 1.0  # rate of A in the initial round over lr (A36)
     align_init: Literal["none", "lstsq"] = "lstsq"  # A35
@@ -77,8 +77,8 @@ class Config(FederatedTraining):
     extraction: Literal["balanced", "independent"] = "balanced"
     extract_steps: CountOrZero = 50
     extract_lr: Positive = 0.1
-    block_clip: NonNegative = 0.1  # 0 = off
-    row_clip: NonNegative = 0.1  # 0 = off
+    block_clip: NonNegative = 1.0  # 0 = off
+    row_clip: NonNegative = 1.0  # 0 = off
     reg: Literal["ridge", "entropy", "none"] = "ridge"
     reg_strength: NonNegative = 0.01  # rho
     sinkhorn_iterations: Count = 20
@@ -383,8 +383,8 @@ def predictor(client: Client, got: Body, cfg: Config) -> Callable[[Batch], Outpu
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "paper": {"init": "paper", "align_init": "none", "match_total_epochs": False,
-              "rounds": 10, "local_epochs": 5},
+    "paper": {"init": "paper", "align_init": "none", "match_total_epochs": False, "block_clip": 0.1, "row_clip": 0.1,
+              "rounds": 10, "local_epochs": 5, "init_epochs": 5, "public_batch": 64},
 }  # fmt: skip
 
 METHOD = Method(
