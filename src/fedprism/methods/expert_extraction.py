@@ -212,6 +212,8 @@ def extract(
                 omega = sinkhorn(omega, owner, iterations)
     if not fresh:
         omega = project(omega)
+    if projection == "balanced" and column_residual(omega, owner) > 1e-4:
+        omega = sinkhorn(omega, owner, 50 * iterations)  # sparse weights converge slowly (spec 13)
     calls = max(1, steps * omega.shape[0])
     residual = column_residual(omega, owner) if projection == "balanced" else 0.0
     experts = omega.to(pool.dtype) @ pool

@@ -383,8 +383,8 @@ def predictor(client: Client, got: Body, cfg: Config) -> Callable[[Batch], Outpu
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "paper": {"init": "paper", "align_init": "none", "match_total_epochs": False, "block_clip": 0.1, "row_clip": 0.1,
-              "rounds": 10, "local_epochs": 5, "init_epochs": 5, "public_batch": 64},
+    "paper": {"init": "paper", "align_init": "none", "match_total_epochs": False, "block_clip": 0.1,
+              "row_clip": 0.1, "rounds": 10, "local_epochs": 5, "init_epochs": 5, "public_batch": 64},
 }  # fmt: skip
 
 METHOD = Method(
