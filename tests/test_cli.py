@@ -69,7 +69,7 @@ class FakeApi:
             raise self.fault
         return SUMMARY
 
-    def write_report(self, dirs: list[Path]) -> Path:
+    def write_report(self, dirs: list[Path], out: Path | None = None) -> Path:
         self.calls.append({"dirs": dirs})
         return Path(dirs[0]) / "report.html"
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fedprism.engines.inprocess import InProcess
 from fedprism.evaluation.measure import ASKED, evaluation_phase
 from fedprism.methods.registry import METHODS, get_method
-from fedprism.protocol import Client, tensors_in
+from fedprism.protocol import Ask, Client, tensors_in
 from fedprism.storage import RunDirectory
 from tests.tiny import Linear, drive, facts_of, mixed_clients
 
@@ -113,12 +114,13 @@ def test_scoring_twice_gives_the_same_and_changes_nothing_a_client_keeps(name: s
     body = method.serve(cfg, ends[-1].state)
     phase = evaluation_phase(method, tuple(body))
     before = kept(clients)
+    engine = InProcess(name, {"evaluate": phase}, clients, cfg, seed=0)
+    got = {**body, "split": "test", "size": 4, "n_tasks": 2}
+    assert set(got) == set(body) | ASKED
     scores = []
-    for _ in range(2):
-        clients[0].generator.manual_seed(7)
-        got = {**body, "split": "test", "size": 4, "n_tasks": 2}
-        assert set(got) == set(body) | ASKED
-        scores.append(bits(phase(clients[0], got, cfg)))
+    for _ in range(2):  # within one round, as validation and test are
+        replies = engine.carry(Ask("evaluate", facts_of(clients).clients, got, diagnostic=True), 3)
+        scores.append([bits(reply.body) for reply in replies])
     assert scores[0] == scores[1] and kept(clients) == before
 
 

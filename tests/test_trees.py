@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedprism import trees
+from fedprism.protocol import sample_clients
 
 
 def test_mean_by_hand_and_wide_sums() -> None:
@@ -57,3 +58,12 @@ def test_scalars_of_a_tree() -> None:
     assert trees.scale(tree, 2.0)["a"].item() == 6.0 and tree["a"].item() == 3.0
     with pytest.raises(KeyError, match="no \\['c'\\]"):
         trees.select(tree, ["c"])
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "asked"), [(100, 0.07, 7), (25, 0.28, 7), (10, 1.0, 10), (3, 0.01, 1), (10, 0.11, 2)]
+)
+def test_the_number_of_clients_asked(n: int, fraction: float, asked: int) -> None:
+    chosen = sample_clients(range(n), fraction, 0, 5)
+    assert len(chosen) == asked == len(set(chosen)) and chosen == sorted(chosen)
+    assert sample_clients(range(n), fraction, 0, 5) == chosen

@@ -186,7 +186,7 @@ def run_method(
         _write_records(directory, experiment, name, seed, cfg, federation, model)
     else:
         done, state, kept = restored
-        _check_unchanged(directory, federation, model)
+        _check_unchanged(directory, federation, model, configs.for_run(experiment, name, seed, cfg))
         directory.truncate_metrics(done)
         for who, mine in kept.items():
             participants[who].state.update(mine)
@@ -216,7 +216,8 @@ def run_method(
         body = {**method.serve(cfg, state), "size": size, "n_tasks": n_tasks}
         line["evaluation"] = {}
         for split in wanted:
-            scored = engine.carry(Ask("evaluate", facts.clients, {**body, "split": split}), event.round)
+            ask = Ask("evaluate", facts.clients, {**body, "split": split}, diagnostic=True)
+            scored = engine.carry(ask, event.round)
             line["evaluation"][split] = collect(scored, federation.tasks, model.projections)
         line["evaluation_seconds"] = time.perf_counter() - started - spent
         engine.take_costs()
@@ -232,8 +233,19 @@ def run_method(
     return summary
 
 
-def _check_unchanged(directory: RunDirectory, federation: Federation, model: Any) -> None:
-    """A run goes on only with the data and the frozen backbone that it began with."""
+def _check_unchanged(
+    directory: RunDirectory, federation: Federation, model: Any, setting: Experiment
+) -> None:
+    """A run goes on only with the settings, the data and the frozen backbone that it began with."""
+    began = configs.load(directory.path / "config.toml", methods=METHODS)
+    (name,) = began.methods
+    # resolved again, so that fields which a later version added are filled in
+    began = configs.for_run(began, name, began.seeds[0], _resolve(began, name)[1])
+    if configs.config_hash(began) != configs.config_hash(setting):
+        raise UserError(
+            f"resume: the settings of {directory.path} differ from the experiment's config.toml; restore "
+            "that file or start anew with --force"
+        )
     recorded, now = directory.read_json("federation.json")["fingerprint"], federation.fingerprint
     if recorded != now:
         raise UserError(
@@ -259,6 +271,7 @@ def _traffic(costs: Mapping[str, Any], traffic: Mapping[int, Sequence[int]]) -> 
     share = max(1, len(clients))
     return {
         "phases": {name: cost.as_dict() for name, cost in costs.items()},
+        "bytes_total": sum(up + down for up, down in clients),
         "bytes_up_per_client": sum(up for up, _ in clients) / share,
         "bytes_down_per_client": sum(down for _, down in clients) / share,
     }
@@ -313,12 +326,13 @@ def _summarise(
         },
         "bytes_up_per_client_round": mean["bytes_up_per_client"],
         "bytes_down_per_client_round": mean["bytes_down_per_client"],
+        "bytes_total": sum(line["bytes_total"] for line in lines),
         "examples_trained": trained[False], "examples_public": trained[True],
-        "local_epochs": trained[False] / max(1, int(federation.counts.sum())),
+        "local_epochs": trained[False] / max(1, int(federation.counts.sum()))
+        + getattr(cfg, "finetune_epochs", 0),  # before prediction, on top of the rounds
         "notes": list(federation.notes),
     }  # fmt: skip
-    used = [line["log"]["assigned"] for line in lines if "assigned" in line["log"]]
-    used = [matrix for matrix in used if all(row is not None for row in matrix)]
+    used = [_assigned(line["log"]) for line in lines if "assigned" in line["log"]]
     if used:
         summary["mixture"] = mixture_report(
             used, federation.mixtures["thresholded"], federation.mixtures["realised"]
@@ -331,6 +345,15 @@ def _summarise(
     warnings = [line["log"]["warning"] for line in lines if "warning" in line["log"]]
     summary["notes"] += warnings[:1]
     return summary
+
+
+def _assigned(log: Mapping[str, Any]) -> list[list[float]]:
+    """(N, M) mixtures of a round: what clients were given; of absent clients their smoothed column."""
+    smoothed = list(zip(*log["smoothed"], strict=True))  # (N, M)
+    return [
+        row if row is not None else [value / sum(column) for value in column]
+        for row, column in zip(log["assigned"], smoothed, strict=True)
+    ]
 
 
 def _check(experiment: Experiment) -> None:
@@ -419,14 +442,18 @@ def _run_all(experiment: Experiment, directory: RunDirectory, workshop: Workshop
     return summary
 
 
-def write_report(dirs: Sequence[Path]) -> Path:
+def write_report(dirs: Sequence[Path], out: Path | None = None) -> Path:
     """Tables, plots and one self-contained HTML page from finished or unfinished run directories.
 
-    dirs: experiments or runs; the report is written into the first. Returns the path of report.html."""
+    dirs: experiments or runs, several for a comparison. out: folder for report.html and plots/; None is the
+    directory itself, or ./comparison for several. Returns the path of report.html."""
     from fedprism.evaluation import reports
 
-    target = Path(dirs[0]) / "report.html"
-    reports.write_report([Path(d) for d in dirs], target, figures_dir=Path(dirs[0]) / "plots")
+    folder = out or (Path(dirs[0]) if len(dirs) == 1 else Path("comparison"))
+    if folder not in [Path(d) for d in dirs]:
+        folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "report.html"
+    reports.write_report([Path(d) for d in dirs], target, figures_dir=folder / "plots")
     return target
 
 

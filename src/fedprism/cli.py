@@ -125,12 +125,16 @@ def resume(
 @app.command()
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run directories.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where to write; default: DIR itself, or ./comparison for several."),
+    ] = None,
 ) -> None:
-    """Make tables, plots and report.html from run directories."""
+    """Make tables, plots and report.html from run directories; several are compared on one page."""
     with _faults():
         from fedprism import api
 
-        typer.echo(f"report: {api.write_report(directories)}")
+        typer.echo(f"report: {api.write_report(directories, out)}")
 
 
 @app.command("list")

@@ -39,7 +39,6 @@ class DataConfig:
     """Which clients there are and what they hold."""
 
     tasks: Annotated[tuple[str, ...], MinLen(1)]  # tasks of the clients; expert m belongs to tasks[m]
-    kind: Literal["text"] = "text"
     public_only: tuple[str, ...] = ()  # tasks with a public set that no client holds; their experts come last
     clients: Count = 12  # number of clients, >= 1
     partition: Literal["dirichlet", "pure"] = "dirichlet"  # mixed clients, or one task per client
@@ -68,10 +67,10 @@ class ModelConfig:
     head_scale: Positive | Literal["standard"] = (
         1.0  # spread of the frozen head's random weights; "standard" = .02
     )
-    max_length: Annotated[int, Ge(4)] = 128  # tokens per example, special tokens included
+    max_length: Annotated[int, Ge(8)] = 128  # tokens per example, special tokens included
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto = bf16 where the processor has it natively
     features: str = "pooled"  # probe: which frozen feature the heads see
-    cache_dir: str = ""  # probe: folder for features that outlive the run; "" = none
+    cache_dir: str = ""  # probe: folder of cached features; "" = $FEDPRISM_CACHE or ~/.cache/fedprism
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Ask:
     phase: name of a phase of the method. clients: whom to ask. body: what all of them get. each: what one
     participant gets besides, by participant. allow_missing: let the server see failures as replies with
     `error` set; without it a failing participant raises. diagnostic: not part of the method, so its bytes
-    stay out of the communication of clients."""
+    stay out of the communication of clients, and asking twice in a round draws the same numbers twice."""
 
     phase: str
     clients: Sequence[int]
@@ -243,12 +243,12 @@ class ClientFailure(RuntimeError):
     """A participant failed or sent something unusable; the message names method, phase, round and who."""
 
 
-def sample_clients(clients: Sequence[int], fraction: float, seed: int, round: int) -> list[int]:
-    """The participants of a round: ceil(fraction N) clients without replacement, from (seed, round) alone.
+def sample_clients(clients: Sequence[int], fraction: float, seed: int, at_round: int) -> list[int]:
+    """The participants of a round: ceil(fraction N) clients without replacement, from (seed, at_round) alone.
 
     fraction in (0, 1]; 1 returns all clients. Sorted by id (baselines spec 0.2)."""
-    wanted = max(1, math.ceil(fraction * len(clients)))
+    wanted = max(1, math.ceil(round(fraction * len(clients), 9)))  # .07 of 100 is a little over 7 in binary
     if wanted >= len(clients):
         return sorted(clients)
-    order = torch.randperm(len(clients), generator=generator(seed, "participation", round)).tolist()
+    order = torch.randperm(len(clients), generator=generator(seed, "participation", at_round)).tolist()
     return sorted(clients[k] for k in order[:wanted])

@@ -161,6 +161,7 @@ def test_every_way_to_initialise_runs_and_fixed_never_trains_the_shared_factor(i
         {"router_init": "zero"}, {"router_average": "users", "usable": 1}, {"average_A": "samples"},
         {"block_clip": 0.0, "row_clip": 0.0}, {"public_batch": 0}, {"evaluate": "broadcast"},
         {"init_lr_A_scale": 0.1}, {"participation": 0.5}, {"active": 0, "tau": 0.0},
+        {"empty_active": "none", "smoothing": 1.0, "tau": 0.5},
         {"head_init": "train_init"}, {"match_total_epochs": False},
     ],
 )  # fmt: skip
@@ -212,9 +213,32 @@ def test_pure_clients_are_recognised_and_every_expert_is_best_on_its_own_task() 
     used = torch.tensor(ends[-1].log["assigned"])
     assert used.argmax(1).tolist() == [0, 1, 0, 1, 0, 1]
     table = torch.tensor(ends[-1].log["public_losses"])
-    assert table.argmin(1).tolist() == [0, 1]
+    assert table.argmin(0).tolist() == [0, 1]  # on every task its own expert is the best
 
 
 def test_epochs_that_do_not_fit_are_refused_with_a_way_out() -> None:
     with pytest.raises(ValueError, match="set match_total_epochs = false"):
         _ = Config(rounds=2, init_epochs=5).total_rounds
+
+
+def test_a_round_in_which_nobody_trains_an_expert_is_refused_with_a_way_out() -> None:
+    with pytest.raises(ValueError, match=r"round 1; lower method\.fedsee\.tau"):
+        drive(fedsee.METHOD, Config(**FAST, empty_active="none", tau=1.0), fresh())
+
+
+def test_previous_experts_in_the_pool_leave_contributions_with_row_sums_of_one() -> None:
+    ends = drive(fedsee.METHOD, Config(**FAST, keep_previous=True), fresh())
+    for end in ends:
+        assert float((torch.tensor(end.log["contributions"]).sum(1) - 1).abs().max()) < 1e-9
+
+
+def test_a_client_that_was_never_asked_is_served_by_the_averages() -> None:
+    clients = fresh()
+    cfg = Config(**FAST, participation=0.25)
+    ends = drive(fedsee.METHOD, cfg, clients)
+    (never, *_) = [i for i in range(4) if "adapter" in clients[i].state]
+    got = fedsee.serve(cfg, ends[-1].state)
+    batch = next(clients[never].data["test"].batches(8))
+    bank = Bank(got["A"], got["experts"], got["router"])
+    expected = clients[never].model.apply(got["pair"], batch, bank=bank).logits
+    assert torch.equal(fedsee.predictor(clients[never], got, cfg)(batch).logits, expected)

@@ -72,7 +72,7 @@ class InProcess:
         if unknown:
             raise KeyError(f"method '{self.method}', phase '{ask.phase}': no participants {unknown}")
         phase = self.phases[ask.phase]
-        repeat = self._asks.get((round, ask.phase), 0)
+        repeat = 0 if ask.diagnostic else self._asks.get((round, ask.phase), 0)
         self._asks = {key: n for key, n in self._asks.items() if key[0] == round}
         self._asks[round, ask.phase] = repeat + 1
         cost = self.costs.setdefault(ask.phase, PhaseCost())

@@ -381,9 +381,11 @@ def negative_transfer(runs: Iterable[Run], baseline: str = "local_only") -> list
     without the baseline.
     """
     known = list(runs)
-    base = _by_seed(run for run in known if run["method"] == baseline)
+    alone = [run for run in known if run["method"] == baseline]
     entries = []
     for label, members in group_runs(run for run in known if run["method"] != baseline).items():
+        homes = {run.get("experiment") for run in members}  # a run's own experiment knows its baseline best
+        base = _by_seed([*alone, *(run for run in alone if run.get("experiment") in homes)])
         own = _by_seed(members)
         shared = [key for key in own if key in base]
         if not shared:

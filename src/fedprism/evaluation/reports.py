@@ -642,15 +642,15 @@ def _stopped(stopped: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _costs(entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The table of costs; totals multiply the mean per client and round by rounds and clients."""
+    """The table of costs; totals are over all clients and rounds of a run."""
     groups = metrics.group_runs(runs)
     rows = []
     for entry in entries:
         up, down = entry["bytes_up_per_client_round"], entry["bytes_down_per_client_round"]
         total = "–"
-        if up and down and entry["rounds"]:
-            clients = len((groups[entry["label"]][0].get("test") or {}).get("clients", []))
-            total = f"{(up['mean'] + down['mean']) * entry['rounds']['mean'] * clients / 1024**2:,.1f}"
+        totals = [run["bytes_total"] for run in groups[entry["label"]] if "bytes_total" in run]
+        if totals:
+            total = f"{sum(totals) / len(totals) / 1024**2:,.1f}"
         epochs = "–" if entry["local_epochs"] is None else f"{entry['local_epochs']['mean']:.4g}"
         counts = [_mean(entry[name]) for name in ("examples_trained", "examples_public", "seconds")]
         rows.append([entry["label"], _kib(up), _kib(down), total, _mean(entry["rounds"]), epochs, *counts])

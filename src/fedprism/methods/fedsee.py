@@ -5,12 +5,13 @@ one shared, frozen down-projection A), clients train the few that carry their mi
 always-on pair and a router, and the server recovers each task's expert as a convex combination of the
 uploads, guided by its small task-labelled public sets.
 
-Deviations and choices where the paper is silent (numbers of the specification's list):
+Deviations and choices where the paper is silent (numbers as in docs/fedsee.md):
 A1 the coefficient 0.01 is a ridge; A2 identities, not positions, carry Omega over a changed pool; A3
 extraction runs the recovered block alone on the base with the averaged pair merged; A9 nothing of the initial
 round is absorbed; A23 the evaluated model is the personal one right after local training; A26
 `match_total_epochs` takes the initial epochs off the rounds; A35 `align_init = "lstsq"` moves first uploads
-to the frame of the averaged A. Preset "paper" is literal; the default one was chosen on validation accuracy.
+to the frame of the averaged A. Sinkhorn goes on past 20 iterations at the end while a column is off. Preset
+"paper" has the published values, the default one was chosen on validation accuracy.
 The server's public sets live with the participant PUBLIC, whose phase `extract` does the server's training.
 """
 
@@ -281,6 +282,8 @@ def _absorb(
     """State after an extraction and its log: new experts, Omega, smoothed contributions of who took part."""
     keys = asked["keys"]
     new = client_mass(got["omega"], [owner for owner, _ in keys], list(chosen))  # (M, N_t), the raw C*
+    if cfg.keep_previous:
+        new = new / new.sum(1, keepdim=True)  # the rest of a row is the server's own entry
     if state.C is None:
         C = new
     else:
@@ -353,9 +356,11 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
             router = average_rows([r.body["router"] for r in replies], users)
         state = replace(state, sent=state.experts, pair=pair, router=router, idle=idle)
         uploads = {(r.client, m): block for r in replies for m, block in r.body["blocks"].items()}
+        if not uploads:
+            raise ValueError(f"fedsee: no client trained an expert in round {t}; lower method.fedsee.tau")
         body = _extract_body(state, uploads, cfg)
         replies = yield Ask("extract", [PUBLIC], body)
-        state, more = _absorb(cfg, state, body, replies[0].body, chosen)
+        state, more = _absorb(cfg, state, body, replies[0].body, [i for i in chosen if trained_by[i]])
         yield RoundEnd(t, state, {**log, **more})
 
 
@@ -368,7 +373,7 @@ def serve(cfg: Config, state: State) -> Body:
 def predictor(client: Client, got: Body, cfg: Config) -> Callable[[Batch], Outputs]:
     """The personal model (spec 6.4); after the initial round the client's own adapter."""
     model, mine = client.model, client.state
-    if "adapter" in mine:
+    if "adapter" in mine and not got["router"]:
         return lambda batch: model.apply({**mine["adapter"], **got["head"]}, batch)
     experts, personal = got["experts"], cfg.evaluate == "personal" and "router" in mine
     if "usable" in mine:
