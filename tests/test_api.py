@@ -149,8 +149,8 @@ def test_every_line_of_the_metrics_has_its_schema(whole: Whole) -> None:
         assert [line["round"] for line in lines] == [0, 1, 2, 3]
         for line in lines:
             assert set(line) == {
-                "round", "seconds", "phases", "bytes_up_per_client", "bytes_down_per_client", "evaluation",
-                "evaluation_seconds", "log",
+                "round", "seconds", "phases", "bytes_total", "bytes_up_per_client", "bytes_down_per_client",
+                "evaluation", "evaluation_seconds", "log",
             }  # fmt: skip
             splits = ["test", "validation"] if line["round"] == 3 else ["validation"]
             assert sorted(line["evaluation"]) == splits

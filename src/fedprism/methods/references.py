@@ -6,8 +6,8 @@ public_only: one expert per task trained on the server's public set alone; it te
 adds anything to the public data. Sources: baselines spec sections 1 and 2; public_only is our control.
 
 Deviations: centralized gets the clients' local epochs by default (`budget = "matched_epochs"`; where
-`local_steps` is set, that many steps); with "matched_steps" every model gets the steps of an average client, so
-scope "task" takes M times as many in all.
+`local_steps` is set, that many steps); with "matched_steps" every model gets the steps of an average client,
+so scope "task" takes M times as many in all.
 
 centralized (scope "task") and public_only choose the expert by the query's true task, which no deployed
 client knows: they are generous references, not upper bounds.
