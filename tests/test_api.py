@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -593,3 +595,24 @@ def test_lists_name_what_there_is() -> None:
     assert {entry["name"]: entry["needs"] for entry in api.list_methods()}["fedsee"] == "public data"
     assert [entry["name"] for entry in api.list_models()] == ["encoder", "probe"]
     assert {"sst2", "rte"} <= {entry["name"] for entry in api.list_datasets()}
+
+
+def test_resuming_with_other_settings_is_refused(tiny: Tiny, tmp_path: Path, no_report: None) -> None:
+    out = tmp_path / "out"
+    stop(tiny, out, Watch(stop_after=1), "fedit")
+    recipe = out / "config.toml"
+    text = recipe.read_text(encoding="utf-8")
+    changed = re.sub(r"(?m)^rounds = \d+$", "rounds = 9", text)
+    assert changed != text
+    recipe.write_text(changed, encoding="utf-8")
+    with pytest.raises(UserError, match=r"resume: the settings of .*differ .*; restore that file"):
+        api.resume_experiment(out)
+
+
+def test_estimated_mixtures_of_absent_clients_are_their_smoothed_columns(
+    tiny: Tiny, tmp_path: Path, no_report: None
+) -> None:
+    changes = {"method__participation": 0.5}
+    (run,) = api.run_experiment(tiny.experiment("fedsee", **changes), tmp_path / "out")["runs"]
+    estimated = np.array(run["mixture"]["estimated"])
+    assert np.isfinite(estimated).all() and np.allclose(estimated.sum(1), 1)
