@@ -173,14 +173,22 @@ def memory(threads: int) -> dict[str, Any]:
     }
 
 
+def peak_memory() -> int:
+    """Peak resident bytes of this process alone; getrusage would carry over the parent's peak."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = [text for text in status.read_text().splitlines() if text.startswith("VmHWM:")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def child(clients: int, threads: int) -> None:
     """Run FedSEE once and print the peak memory of this process and what a client keeps."""
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), clients=clients, per_task=40 * clients // 6, rounds=2, steps=2, threads=threads)
         checkpoint = max((Path(folder) / "run" / "checkpoints").glob("*/clients.safetensors"))
         kept = checkpoint.stat().st_size
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"peak_bytes": peak, "client_state_bytes": kept / clients}))
+    print(json.dumps({"peak_bytes": peak_memory(), "client_state_bytes": kept / clients}))
 
 
 def main() -> None:
