@@ -1,6 +1,6 @@
 """Run fedsee_probe.toml at five levels of heterogeneity; each level is an experiment of its own.
 
-    python experiments/probe_sweep.py [--out runs] [--set key=value ...]
+    python experiments/probe_sweep.py [--out runs] [--levels pure alpha_0.1 ...] [--set key=value ...]
 
 Finished levels are kept, interrupted ones resumed.
 """
@@ -27,10 +27,12 @@ def main() -> None:
     """Run or resume all levels."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     args = parser.parse_args()
     recipe = Path(__file__).with_name("fedsee_probe.toml")
-    for level, change in LEVELS.items():
+    for level in args.levels:
+        change = LEVELS[level]
         out = args.out / f"fedsee_probe_{level}"
         if (out / "config.toml").is_file():
             summary = api.resume_experiment(out)

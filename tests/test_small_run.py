@@ -54,7 +54,8 @@ def test_pure_clients_are_recognised_on_real_text(tmp_path: Path) -> None:
     raw = [c / c.sum(1, keepdims=True) for c in raw]
     assert (raw[-1].argmax(1) == true.argmax(1)).all()
     errors = [mixture_report(c, true, true)["mae"] for c in raw]
-    assert errors[-1] < errors[0]
+    uniform = 4 / 9  # error of a server that knows nothing: (2/3 + 1/3 + 1/3) / 3
+    assert max(errors) < uniform / 2
     table = np.array(lines[-1]["log"]["public_losses"])  # experts x tasks
     assert table.argmin(0).tolist() == [0, 1, 2]  # on every task its own expert is the best
     assert all(np.isfinite(value) for line in lines for value in line["log"].get("kl", []))
