@@ -37,6 +37,8 @@ batch_size = 16
 init_epochs = 2
 public_batch = 8
 table_rows = 100
+block_clip = 0.1
+row_clip = 0.1
 """
 
 
@@ -55,7 +57,7 @@ def test_pure_clients_are_recognised_on_real_text(tmp_path: Path) -> None:
     assert (raw[-1].argmax(1) == true.argmax(1)).all()
     errors = [mixture_report(c, true, true)["mae"] for c in raw]
     uniform = 4 / 9  # error of a server that knows nothing: (2/3 + 1/3 + 1/3) / 3
-    assert max(errors) < uniform / 2
+    assert errors[-1] < errors[0] < uniform  # with the published clips every call moves a little further
     table = np.array(lines[-1]["log"]["public_losses"])  # experts x tasks
     assert table.argmin(0).tolist() == [0, 1, 2]  # on every task its own expert is the best
     assert all(np.isfinite(value) for line in lines for value in line["log"].get("kl", []))
