@@ -226,7 +226,7 @@ def test_epochs_that_leave_fedsee_no_round(tiny: Tiny) -> None:
     line = refused(tiny, "fedsee", method__fedsee={"init_epochs": 5})
     holds(
         line,
-        r"^config: method\.fedsee: 4 rounds of 1 epochs less 5 initial epochs leave no whole number",
+        r"^config: method\.fedsee: 4 rounds x 1 epochs less 5 initial epochs leave no whole number",
         r"needs at least one",
         r"; change init_epochs, rounds or local_epochs .*, or set match_total_epochs = false$",
     )

@@ -98,7 +98,7 @@ class Config(FederatedTraining):
         left = self.rounds * self.local_epochs - self.init_epochs
         if self.local_steps or left < self.local_epochs or left % self.local_epochs:
             raise ValueError(
-                f"method.fedsee: {self.rounds} rounds of {self.local_epochs} epochs less {self.init_epochs} "
+                f"method.fedsee: {self.rounds} rounds x {self.local_epochs} epochs less {self.init_epochs} "
                 "initial epochs leave no whole number of rounds, needs at least one; change init_epochs, "
                 "rounds or local_epochs (local_steps = 0), or set match_total_epochs = false"
             )
