@@ -11,7 +11,7 @@ extraction runs the recovered block alone on the base with the averaged pair mer
 round is absorbed; A23 the evaluated model is the personal one right after local training; A26
 `match_total_epochs` takes the initial epochs off the rounds; A35 `align_init = "lstsq"` moves first uploads
 to the frame of the averaged A. Sinkhorn goes on past 20 iterations at the end while a column is off. Preset
-"paper" has the published values, the default one was chosen on validation accuracy.
+"paper" has the published values; docs/results.md says what evidence the default one rests on.
 The server's public sets live with the participant PUBLIC, whose phase `extract` does the server's training.
 """
 
