@@ -33,7 +33,8 @@ def project_simplex(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuadraticSolution:
-    """weights: minimiser. iterations: used. gap: Frank-Wolfe gap at the end. converged: gap in tolerance."""
+    """weights: (..., n) minimisers. iterations: used. gap: largest Frank-Wolfe gap at the end. converged: every
+    gap within tolerance."""
 
     weights: Tensor
     iterations: int
@@ -46,27 +47,36 @@ def simplex_quadratic(
 ) -> QuadraticSolution:
     """Minimise w'Gw - 2b'w over the simplex by accelerated projected gradient with restart (spec 2.3).
 
-    G: (n, n) positive semidefinite. b: (n,). Stops when the Frank-Wolfe gap <grad, w> - min grad is at most
-    tolerance * max(1, |objective|), or after `limit` iterations; `converged` says which."""
-    G, b = G.double(), b.double()
-    n = len(b)
-    top = float(torch.linalg.eigvalsh(G)[-1])
-    step = 1.0 / (2.0 * max(top, 1e-300))
-    w = torch.full((n,), 1.0 / n, dtype=torch.float64)
-    y, t, gap = w, 1.0, float("inf")
-    for k in range(limit):
-        gradient = 2.0 * (G @ w - b)
-        objective = float(w @ (G @ w) - 2.0 * b @ w)
-        gap = float(gradient @ w - gradient.min())
-        if gap <= tolerance * max(1.0, abs(objective)):
-            return QuadraticSolution(w, k, gap, True)
-        following = project_simplex(y - step * 2.0 * (G @ y - b))
-        if float((y - following) @ (following - w)) > 0:
-            t = 1.0  # momentum points uphill: restart
-        t_next = (1.0 + (1.0 + 4.0 * t * t) ** 0.5) / 2.0
+    G: (..., n, n) positive semidefinite. b: (..., n). Leading dimensions are independent programs, solved side
+    by side. A program stops when its Frank-Wolfe gap <grad, w> - min grad is at most tolerance * max(1,
+    |objective|); all stop after `limit` iterations, and `converged` says which."""
+    shape = b.shape
+    n = shape[-1]
+    G, b = G.double().expand(*shape, n).reshape(-1, n, n), b.double().reshape(-1, n)
+    w = torch.full_like(b, 1.0 / n)
+    out, gaps = w.clone(), torch.zeros(len(b), dtype=torch.float64)
+    open_ = torch.arange(len(b))  # programs that still run
+    step = 1.0 / (2.0 * torch.linalg.eigvalsh(G)[:, -1:].clamp_min(1e-300))
+    y, t, iterations = w, torch.ones(len(b), 1, dtype=torch.float64), 0
+    for iterations in range(limit + 1):
+        Gw = torch.einsum("kij,kj->ki", G, w)
+        gradient = 2.0 * (Gw - b)
+        objective = ((Gw - 2.0 * b) * w).sum(1)
+        gap = (gradient * w).sum(1) - gradient.amin(1)
+        done = gap <= tolerance * objective.abs().clamp_min(1.0)
+        if iterations == limit or bool(done.any()):
+            out[open_], gaps[open_] = w, gap
+            if iterations == limit or bool(done.all()):
+                break
+            on = ~done
+            G, b, w, y, t, step, open_ = G[on], b[on], w[on], y[on], t[on], step[on], open_[on]
+        following = project_simplex(y - step * 2.0 * (torch.einsum("kij,kj->ki", G, y) - b))
+        uphill = ((y - following) * (following - w)).sum(1, keepdim=True) > 0
+        t = torch.where(uphill, 1.0, t)  # momentum points uphill: restart
+        t_next = (1.0 + (1.0 + 4.0 * t * t).sqrt()) / 2.0
         y = following + (t - 1.0) / t_next * (following - w)
         w, t = following, t_next
-    return QuadraticSolution(w, limit, gap, False)
+    return QuadraticSolution(out.reshape(shape), iterations, float(gaps.max()), bool(done.all()))
 
 
 def client_mass(omega: Tensor, owner: Sequence[int], clients: Sequence[int]) -> Tensor:
