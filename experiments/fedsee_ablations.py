@@ -1,7 +1,6 @@
 """FedSEE's ablations: one change each, same seeds and partitions, at the small scale or in probe mode.
 
-    python experiments/fedsee_ablations.py {small,probe} [--out runs] [--variants default calibration_none ...]
-        [--set key=value ...]
+    python experiments/fedsee_ablations.py {small,probe} [--out runs] [--variants default ...] [--set key=value]
 
 Every variant is an experiment of its own in OUT/ablation_SCALE_VARIANT; finished ones are kept, interrupted
 ones resumed. `collect_ablations.py` makes the table.
@@ -30,7 +29,7 @@ VARIANTS = {
         "public_60": ["data.public_per_task=60"],
         "public_125": ["data.public_per_task=125"],
         "experts_6": ['data.public_only=["rte","mrpc","wnli"]'],
-        "experts_2": ['method.fedsee.expert_tasks=["sst2","qnli"]'],
+        "experts_2": ["method.fedsee.experts=2"],
     },
     "probe": {
         **COMMON,
@@ -38,7 +37,7 @@ VARIANTS = {
         "public_250": ["data.public_per_task=250"],
         "public_500": ["data.public_per_task=500"],
         "experts_9": ['data.public_only=["rte","mrpc","wnli"]'],
-        "experts_3": ['method.fedsee.expert_tasks=["sst2","qnli","cola"]'],
+        "experts_3": ["method.fedsee.experts=3"],
     },
 }
 

@@ -616,3 +616,61 @@ def test_estimated_mixtures_of_absent_clients_are_their_smoothed_columns(
     (run,) = api.run_experiment(tiny.experiment("fedsee", **changes), tmp_path / "out")["runs"]
     estimated = np.array(run["mixture"]["estimated"])
     assert np.isfinite(estimated).all() and np.allclose(estimated.sum(1), 1)
+
+
+# ---- random features and the tasks' second moments -----------------------------------------------
+
+
+def test_a_probe_on_random_features_resumes_as_if_never_stopped(
+    tiny: Tiny, tmp_path: Path, no_report: None
+) -> None:
+    changes = {
+        "model__kind": "probe", "model__cache_dir": str(tmp_path / "cache"), "model__features": "rff",
+        "model__rff_features": 11, "model__rff_scale": 1.5, "method__rounds": 3,
+    }  # fmt: skip
+    experiment = tiny.experiment("fedsee", **changes)
+    api.run_experiment(experiment, tmp_path / "whole")
+    model = read(tmp_path / "whole/fedsee/seed-3/model.json")
+    assert (model["features"], model["blocks"]["lora_B"]) == ("rff", 2 * (11 + 1))
+    assert [model["rff"][key] for key in ("n_features", "scale", "seed")] == [11, 1.5, 3]
+    stop(tiny, tmp_path / "stopped", Watch(stop_after=1), "fedsee", **changes)
+    api.resume_experiment(tmp_path / "stopped")
+    expected = left_behind(tmp_path / "whole/fedsee/seed-3")
+    assert left_behind(tmp_path / "stopped/fedsee/seed-3") == expected
+    assert expected["summary.json"]["covariance_dispersion"]["dimension"] == 12
+
+
+def test_a_probe_s_summary_has_the_dispersion_of_the_tasks(
+    tiny: Tiny, tmp_path: Path, no_report: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedprism.theory.mixture_geometry import relative_dispersion
+
+    asked, original = [], api.covariance_dispersion
+    monkeypatch.setattr(api, "covariance_dispersion", lambda phi: asked.append(1) or original(phi))
+    experiment = tiny.experiment(
+        "fedit", "local_only", seeds=[3, 4], model__kind="probe", method__rounds=1,
+        data__public_only=["river"], data__tasks=["fruit", "metal"], data__alpha=20.0,
+        model__cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    runs = api.run_experiment(experiment, tmp_path / "out")["runs"]
+    assert len(asked) == 2  # once per seed
+    model, federation = api.Workshop(experiment, Watch()).get(4)
+    training = [model.prepare(client["train"]) for client in federation.clients]
+    phi = np.concatenate([rows.features.numpy() for rows in training]).astype(float)
+    task = np.concatenate([rows.columns["task"].numpy() for rows in training])
+    # A standardised vector sums to 0: one of its 16 directions is void, which this basis leaves out.
+    basis = np.zeros((17, 16))
+    basis[:16, :15] = np.linalg.qr(np.concatenate([np.ones((16, 1)), np.eye(16)[:, :15]], 1))[0][:, 1:]
+    basis[16, 15] = 1
+    moments = np.stack([phi[task == m].T @ phi[task == m] / (task == m).sum() for m in (0, 1)])
+    for run in (run for run in runs if run["seed"] == 4):
+        found = run["covariance_dispersion"]
+        assert found["rho"] == pytest.approx(relative_dispersion(basis.T @ moments @ basis), rel=1e-6)
+        assert found["gap"] == pytest.approx(np.linalg.norm(moments[0] - moments[1], 2))
+        assert (found["dimension"], found["span"]) == (17, 16)
+        assert found["rows"] == {"fruit": (task == 0).sum(), "metal": (task == 1).sum()}
+    assert read(tmp_path / "out/fedit/seed-4/summary.json")["covariance_dispersion"] == found
+
+
+def test_an_encoder_s_summary_has_no_dispersion(whole: Whole) -> None:
+    assert not any("covariance_dispersion" in run for run in whole[1]["runs"])

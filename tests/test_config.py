@@ -266,3 +266,37 @@ def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pyte
         config.find("dmo")
     with pytest.raises(UserError, match="is a folder"):
         config.find(tmp_path)
+
+
+def test_a_layout_written_down_is_read_and_written(tmp_path: Path) -> None:
+    experiment = load(
+        tmp_path, "data.partition=given", "data.clients=2", "data.mixtures=[[1, 0], [0.25, 0.75]]"
+    )
+    assert experiment.data.mixtures == ((1.0, 0.0), (0.25, 0.75))
+    config.dump(experiment, tmp_path / "again.toml")
+    assert config.load(tmp_path / "again.toml") == experiment
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.partition=given"], "data.mixtures is missing, data.partition = 'given' needs 12 rows"),
+        (["data.mixtures=[[1, 0]]"], "data.mixtures is read with data.partition = 'given' only, which is"),
+        (["data.partition=given", "data.mixtures=[[1.5, -0.5]]"], "data.mixtures[0] is [1.5, -0.5], must be"),
+        (["data.partition=given", "data.mixtures=[1, 0]"], "data.mixtures[0] is 1, must be a list"),
+    ],
+)
+def test_layouts_that_cannot_be_meant_are_refused(
+    tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    assert expected in complaint(tmp_path, *overrides)
+
+
+def test_random_features_have_their_settings(tmp_path: Path) -> None:
+    plain = load(tmp_path).model
+    assert (plain.features, plain.rff_features, plain.rff_scale) == ("pooled", 512, 1.0)
+    model = load(tmp_path, "model.features=rff", "model.rff_features=64", "model.rff_scale=2").model
+    assert (model.features, model.rff_features, model.rff_scale) == ("rff", 64, 2.0)
+    assert "model.features is 'rf', must be one of pooled, rff" in complaint(tmp_path, "model.features=rf")
+    assert "model.rff_features is 0, must be >= 1" in complaint(tmp_path, "model.rff_features=0")
+    assert "model.rff_scale is 0, must be > 0" in complaint(tmp_path, "model.rff_scale=0")

@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "extract_steps": 6,
     },
     "scaffold": {"rounds": 4, "batch_size": 8, "lr": 0.05, "momentum": 0.5},
+    "fedsee_geometry": {"projections": "all", "steps": 6, "router_steps": 4, "batch_size": 8, "lr": 0.05},
 }
 DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
 

@@ -21,7 +21,7 @@ from fedprism.data import DATASETS
 from fedprism.data.federation import Federation, build_text_federation
 from fedprism.engines.inprocess import InProcess
 from fedprism.evaluation.measure import collect, evaluation_phase
-from fedprism.evaluation.metrics import mixture_report, score
+from fedprism.evaluation.metrics import covariance_dispersion, mixture_report, score, second_moments
 from fedprism.methods.registry import METHODS, get_method
 from fedprism.protocol import POOLED, PUBLIC, Ask, Client, Facts, Method, participant_name
 from fedprism.storage import MARKER, RunDirectory, versions
@@ -67,6 +67,7 @@ class Workshop:
     experiment: Experiment
     progress: Progress
     _built: dict[int, tuple[Any, Federation]] = field(default_factory=dict)
+    _dispersions: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def get(self, seed: int) -> tuple[Any, Federation]:
         """Model and federation of a seed; every client has at least a batch of each of the methods."""
@@ -76,6 +77,24 @@ class Workshop:
             largest = max(_resolve(self.experiment, name)[1].batch_size for name in self.experiment.methods)
             self._built[seed] = _build(self.experiment, seed, largest)
         return self._built[seed]
+
+    def dispersion(self, seed: int, participants: Mapping[int, Client]) -> dict[str, Any] | None:
+        """The `covariance_dispersion` of a seed's tasks over the clients' training rows, with the tasks'
+        numbers of rows as "rows"; None for a model that reads text. The same for every method: computed once.
+
+        participants: as `_participants` gives them to any method of this seed."""
+        training = [client.data["train"] for who, client in participants.items() if who >= 0]
+        if training[0].features is None:
+            return None
+        if seed not in self._dispersions:
+            tasks = self.get(seed)[1].tasks
+            parts = ((rows.features, rows.columns["task"]) for rows in training)
+            moments, counts = second_moments(parts, len(tasks))
+            self._dispersions[seed] = {
+                **covariance_dispersion(moments[counts > 0]),
+                "rows": {task: n for task, n in zip(tasks, counts.tolist(), strict=True) if n},
+            }
+        return self._dispersions[seed]
 
 
 def _load_model(experiment: Experiment, seed: int, n_classes: int) -> Any:
@@ -93,7 +112,8 @@ def _load_model(experiment: Experiment, seed: int, n_classes: int) -> Any:
 
         return load_probe(
             m.backbone, n_classes=n_classes, features=m.features, pool=m.pool, max_length=m.max_length,
-            cache_dir=m.cache_dir or None, precision=m.precision, seed=seed,
+            cache_dir=m.cache_dir or None, precision=m.precision, rff_features=m.rff_features,
+            rff_scale=m.rff_scale, seed=seed,
         )  # fmt: skip
     except ModuleNotFoundError as missing:
         raise ImportError(
@@ -107,7 +127,7 @@ def _build(experiment: Experiment, seed: int, min_examples: int) -> tuple[Any, F
     model = _load_model(experiment, seed, n_classes=2)
     federation = build_text_federation(
         tasks=d.tasks, public_only=d.public_only, clients=d.clients, partition=d.partition, alpha=d.alpha,
-        threshold=d.threshold, train_per_task=d.train_per_task or None,
+        threshold=d.threshold, mixtures=d.mixtures, train_per_task=d.train_per_task or None,
         public_per_task=d.public_per_task or None, validation_per_client=d.validation_per_client,
         test_per_client=d.test_per_client, min_examples=d.min_examples or min_examples,
         max_length=experiment.model.max_length, tokenizer=model.tokenizer, root=d.root or None, seed=seed,
@@ -229,6 +249,9 @@ def run_method(
         now["round"] = event.round + 1
         started = time.perf_counter()
     summary = _summarise(experiment, name, seed, cfg, federation, directory.read_metrics(), total)
+    dispersion = workshop.dispersion(seed, participants)
+    if dispersion is not None:
+        summary["covariance_dispersion"] = dispersion
     directory.write_json("summary.json", summary)
     return summary
 
@@ -332,7 +355,7 @@ def _summarise(
         + getattr(cfg, "finetune_epochs", 0),  # before prediction, on top of the rounds
         "notes": list(federation.notes),
     }  # fmt: skip
-    used = [_assigned(line["log"]) for line in lines if "assigned" in line["log"]]
+    used = [_assigned(line["log"], len(federation.tasks)) for line in lines if "assigned" in line["log"]]
     if used:
         summary["mixture"] = mixture_report(
             used, federation.mixtures["thresholded"], federation.mixtures["realised"]
@@ -347,13 +370,15 @@ def _summarise(
     return summary
 
 
-def _assigned(log: Mapping[str, Any]) -> list[list[float]]:
-    """(N, M) mixtures of a round: what clients were given; of absent clients their smoothed column."""
+def _assigned(log: Mapping[str, Any], n_tasks: int) -> list[list[float]]:
+    """(N, tasks) mixtures of a round: what clients were given; of absent clients their smoothed column. Zero
+    for tasks beyond the method's experts."""
     smoothed = list(zip(*log["smoothed"], strict=True))  # (N, M)
-    return [
+    rows = [
         row if row is not None else [value / sum(column) for value in column]
         for row, column in zip(log["assigned"], smoothed, strict=True)
     ]
+    return [[*row, *[0.0] * (n_tasks - len(row))] for row in rows]
 
 
 def _check(experiment: Experiment) -> None:

@@ -41,9 +41,13 @@ class DataConfig:
     tasks: Annotated[tuple[str, ...], MinLen(1)]  # tasks of the clients; expert m belongs to tasks[m]
     public_only: tuple[str, ...] = ()  # tasks with a public set that no client holds; their experts come last
     clients: Count = 12  # number of clients, >= 1
-    partition: Literal["dirichlet", "pure"] = "dirichlet"  # mixed clients, or one task per client
-    alpha: Positive = 0.1  # Dirichlet concentration, > 0; small = nearly pure clients
-    threshold: Fraction = 0.05  # shares below it become 0
+    # Mixed clients drawn at random; one task per client; or a layout of your own, written down in `mixtures`.
+    partition: Literal["dirichlet", "pure", "given"] = "dirichlet"
+    alpha: Positive = 0.1  # dirichlet: concentration, > 0; small = nearly pure clients
+    threshold: Fraction = 0.05  # dirichlet: shares below it become 0
+    # given: a row per client with its share of each of `tasks`, >= 0, sum 1: [[1, 0], [0.5, 0.5]]. A task
+    # that is asked for more than its rows gives everyone less of it, in proportion.
+    mixtures: tuple[tuple[Annotated[float, Ge(0)], ...], ...] = ()
     train_per_task: CountOrZero = 0  # training rows per task over all clients; 0 = all there are
     public_per_task: CountOrZero = 0  # public rows per task; 0 = all there are
     validation_per_client: Count = 200  # rows per client
@@ -69,7 +73,9 @@ class ModelConfig:
     )
     max_length: Annotated[int, Ge(8)] = 128  # tokens per example, special tokens included
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto = bf16 where the processor has it natively
-    features: str = "pooled"  # probe: which frozen feature the heads see
+    features: Literal["pooled", "rff"] = "pooled"  # probe: the heads see it, or random Fourier features of it
+    rff_features: Count = 512  # probe: number of random features, >= 1
+    rff_scale: Positive = 1.0  # probe: width of their kernel, > 0, in units of sqrt(pooled entries)
     cache_dir: str = ""  # probe: folder of cached features; "" = $FEDPRISM_CACHE or ~/.cache/fedprism
 
 
@@ -202,7 +208,22 @@ def parse(raw: Mapping[str, Any], *, methods: Iterable[str] | None = None) -> Ex
         twice = sorted({str(v) for v in values if list(values).count(v) > 1})
         if twice:
             raise UserError(f"config: {what} has {', '.join(twice)} more than once; name each once")
+    _check_mixtures(experiment.data)
     return experiment
+
+
+def _check_mixtures(data: DataConfig) -> None:
+    """Mixtures and the partition "given" need each other; whether the rows fit is the partition's to say."""
+    if data.partition == "given" and not data.mixtures:
+        raise UserError(
+            f"config: data.mixtures is missing, data.partition = 'given' needs {data.clients} rows (clients) "
+            f"of {len(data.tasks)} shares (tasks); write them down or choose another partition"
+        )
+    if data.mixtures and data.partition != "given":
+        raise UserError(
+            f"config: data.mixtures is read with data.partition = 'given' only, which is "
+            f"'{data.partition}'; set it to 'given' or drop data.mixtures"
+        )
 
 
 @dataclass(frozen=True)

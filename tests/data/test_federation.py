@@ -263,3 +263,28 @@ def test_shipped_tasks_at_the_pure_end(tokenizer: Any) -> None:
     # 5000 / 2 and 4428 / 2, less 200; WNLI pools 435 + 100 + 100.
     assert [len(client["train"]) for client in federation.clients] == [2300, 2014, 2300, 2014]
     assert len(federation.public["wnli"]) == 635 and federation.notes == ()
+
+
+def test_a_given_layout_is_what_the_clients_hold(build: Callable[..., Federation]) -> None:
+    # 40 rows of each of three tasks over three clients: a budget of 40 rows each. Task 0 is asked for
+    # 40 + 20 = 60 of 40 rows, so two thirds: 26 and 13; task 1 for 20; task 2 for 40.
+    federation = build(
+        partition="given", clients=3, mixtures=[[1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]], validation_per_client=4
+    )
+    held = [
+        [
+            sum(pair)
+            for pair in zip(*(task_counts(client[s], 3) for s in ("train", "validation")), strict=True)
+        ]
+        for client in federation.clients
+    ]
+    assert held == [[26, 0, 0], [13, 20, 0], [0, 0, 40]]
+    assert federation.mixtures["thresholded"].tolist() == [[1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]]
+    assert federation.mixtures["realised"][1] == pytest.approx([13 / 33, 20 / 33, 0])
+
+
+def test_a_given_layout_with_too_few_rows_names_the_way_out(build: Callable[..., Federation]) -> None:
+    with pytest.raises(ValueError, match=r"client 0 got .*\(given, 2 clients\); raise data.train_per_task"):
+        build(partition="given", clients=2, mixtures=[[1, 0, 0], [0, 0.5, 0.5]], train_per_task=4)
+    with pytest.raises(ValueError, match="got 0 mixtures, needs one row of 3 shares"):
+        build(partition="given", clients=2)

@@ -151,3 +151,47 @@ def test_unknown_partition_and_no_clients_are_refused() -> None:
         p.make_partition("iid", [5], 1, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got 0 clients and 1 tasks"):
         p.make_partition("dirichlet", [5], 0, **options)  # type: ignore[arg-type]
+
+
+def test_given_mixtures_are_dealt_as_written_whatever_the_threshold() -> None:
+    # Budget (30 + 30) / 4 = 15. Task 0 is asked 15 + 7.5 + .3 + 0 = 22.8 of 30, so as asked, floored; task 1
+    # is asked 0 + 7.5 + 14.7 + 15 = 37.2 of 30: factor 25/31 gives 6.04, 11.85, 12.09.
+    written = [[1, 0], [0.5, 0.5], [0.02, 0.98], [0, 1]]
+    part = p.make_partition(
+        "given", [30, 30], 4, alpha=0.1, threshold=0.05, mixtures=written, rng=np.random.default_rng(0)
+    )
+    assert part.sampled.tolist() == part.thresholded.tolist() == np.array(written).tolist()
+    assert part.counts.tolist() == [[15, 0], [7, 6], [0, 11], [0, 12]]
+    dealt = np.concatenate([part.deal[i][1] for i in range(4)])
+    assert len(set(dealt.tolist())) == 29
+
+
+def test_given_mixtures_lose_their_rounding_but_no_more() -> None:
+    thirds = p.given_mixtures([[0.3333333, 0.3333333, 0.3333333]], 1, 3)
+    assert thirds.sum() == pytest.approx(1.0, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("mixtures", "complaint"),
+    [
+        ([], "got 0 mixtures, needs one row of 2 shares for each of the 2 clients"),
+        ([[1, 0]], "got 1 mixtures, needs one row of 2 shares for each of the 2 clients"),
+        ([[1, 0], [0.5, 0.3, 0.2]], r"client 1 got 3 shares, needs 2 .*correct data.mixtures\[1\]"),
+        ([[1, 0], [0.5, 0.4]], r"client 1 got shares that sum to 0.9, needs 2 .*with sum 1"),
+        ([[1.5, -0.5], [0, 1]], r"client 0 got the shares \[1.5, -0.5\], needs 2 .*>= 0"),
+        ([[float("nan"), 1], [0, 1]], r"client 0 got the shares \[nan, 1.0\]"),
+    ],
+)
+def test_given_mixtures_that_do_not_fit_are_refused(mixtures: list[list[float]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint) as caught:
+        p.given_mixtures(mixtures, 2, 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_mixtures_with_another_partition_are_refused() -> None:
+    for kind in ("pure", "dirichlet"):
+        with pytest.raises(ValueError, match=f"mixtures with the partition '{kind}', needs 'given'"):
+            p.make_partition(
+                kind, [9, 9], 2, alpha=1.0, threshold=0.0, mixtures=[[1, 0], [0, 1]],
+                rng=np.random.default_rng(0),
+            )  # fmt: skip

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import matthews_corrcoef
 
 from fedprism.evaluation import metrics
+from fedprism.theory.mixture_geometry import relative_dispersion
 
 
 def run(method: str, seed: int, clients: list[float], fingerprint: str = "f", **more: Any) -> dict[str, Any]:
@@ -213,3 +215,106 @@ def test_the_reference_is_fedsee_where_there_is_one() -> None:
     )
     assert metrics.reference_label([run("x", 1, [1]), run("y", 1, [1])]) == "x"
     assert metrics.reference_label([]) is None
+
+
+# ---- covariance dispersion -----------------------------------------------------------------------
+
+
+def diagonal(*tasks: list[float]) -> torch.Tensor:
+    """Second moments of tasks with uncorrelated features."""
+    return torch.stack([torch.diag(torch.tensor(values, dtype=torch.float64)) for values in tasks])
+
+
+def test_second_moments_are_means_over_a_task_s_examples_of_all_clients() -> None:
+    first = (torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([0, 2]))
+    second = (torch.tensor([[3.0, 0.0]]), torch.tensor([0]))
+    moments, counts = metrics.second_moments([first, second], 3)
+    assert counts.tolist() == [2, 0, 1]
+    assert moments.dtype == torch.float64
+    # task 0: ((1, 2)(1, 2)' + (3, 0)(3, 0)') / 2;  task 2: (0, 1)(0, 1)'
+    assert moments.tolist() == [[[5, 1], [1, 2]], [[0, 0], [0, 0]], [[0, 0], [0, 1]]]
+    with pytest.raises(ValueError, match=r"parts of \[2, 3\] features"):
+        metrics.second_moments([first, (torch.ones(1, 3), torch.tensor([0]))], 3)
+    with pytest.raises(ValueError, match="needs one number"):
+        metrics.second_moments([], 3)
+
+
+def test_dispersion_of_two_diagonal_tasks_by_hand() -> None:
+    # Differences 1 and -3; smallest eigenvalue 1, largest 5; mean diag(1.5, 3.5), trace 5.
+    found = metrics.covariance_dispersion(diagonal([1, 5], [2, 2]))
+    assert found == {
+        "rho": pytest.approx(3), "gap": pytest.approx(3), "floor": pytest.approx(1), "top": pytest.approx(5),
+        "relative_gap": pytest.approx(3 / 3.5), "effective_rank": pytest.approx(5 / 3.5),
+        "dimension": 2, "span": 2,
+    }  # fmt: skip
+
+
+def test_dispersion_leaves_out_directions_that_no_task_has() -> None:
+    found = metrics.covariance_dispersion(diagonal([1, 0, 5], [2, 0, 2]))
+    assert (found["rho"], found["dimension"], found["span"]) == (pytest.approx(3), 3, 2)
+
+
+def test_a_task_without_a_direction_that_another_has_makes_rho_infinite() -> None:
+    found = metrics.covariance_dispersion(diagonal([1, 0], [1, 4]))
+    assert found["rho"] is None and found["floor"] == pytest.approx(0, abs=1e-12)
+    assert (found["gap"], found["relative_gap"]) == (pytest.approx(4), pytest.approx(2))
+
+
+def test_equal_tasks_and_a_single_task_have_no_dispersion() -> None:
+    phi = torch.diag(torch.tensor([1.0, 2.0, 3.0]))
+    for moments in (phi[None], torch.stack([phi, phi, phi])):
+        found = metrics.covariance_dispersion(moments)
+        assert found["rho"] == found["gap"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("moments", [torch.zeros(2, 3, 3), torch.ones(2, 3, 2), torch.ones(3, 3)])
+def test_dispersion_of_nothing_is_refused(moments: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="covariance_dispersion: got"):
+        metrics.covariance_dispersion(moments)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 6))
+@settings(max_examples=25, deadline=None)
+def test_dispersion_is_the_theory_s_where_features_span_the_space(seed: int, n_tasks: int, d: int) -> None:
+    x = np.random.default_rng(seed).standard_normal((n_tasks, 3 * d, d))
+    moments = np.einsum("mni,mnj->mij", x, x) / (3 * d)
+    found = metrics.covariance_dispersion(torch.from_numpy(moments))
+    assert found["span"] == d
+    assert found["rho"] == pytest.approx(relative_dispersion(moments), rel=1e-8, abs=1e-12)
+    assert 0 <= found["relative_gap"] <= n_tasks + 1e-9
+    assert 1 - 1e-9 <= found["effective_rank"] <= d + 1e-9
+
+
+def test_client_optima_lie_within_rho_diameters_of_the_barycentre() -> None:
+    """The statement itself, by least squares with a shared null direction, for clients of three tasks."""
+    rng = np.random.default_rng(4)
+    basis = np.linalg.qr(rng.standard_normal((5, 4)))[0]  # the features span 4 of 5 dimensions
+    nearest = np.inf
+    for _ in range(200):
+        inner = np.stack([np.diag(rng.uniform(1, 1.5, 4)) for _ in range(3)])
+        turn = np.linalg.qr(rng.standard_normal((4, 4)))[0]
+        inner[0] = turn @ inner[0] @ turn.T
+        moments = basis @ inner @ basis.T
+        optima = rng.standard_normal((3, 2, 4)) @ basis.T
+        alpha = rng.dirichlet(np.ones(3))
+        mixed = np.einsum("m,mij->ij", alpha, moments)
+        own = np.einsum("m,mab,mbc->ac", alpha, optima, moments) @ np.linalg.pinv(mixed)
+        away = np.linalg.norm(own - np.einsum("m,mij->ij", alpha, optima))
+        diameter = max(np.linalg.norm(a - b) for a in optima for b in optima)
+        rho = metrics.covariance_dispersion(torch.from_numpy(moments))["rho"]
+        nearest = min(nearest, rho * diameter - away)
+        assert away <= rho * diameter
+    assert nearest < 1.5  # the bound has something to hold
+
+
+def test_summaries_hold_the_dispersion_of_the_runs_that_have_one() -> None:
+    facts = {"rho": None, "gap": 2.0, "floor": 0.0, "top": 5.0, "relative_gap": 0.5, "effective_rank": 3.0}
+    runs = [
+        run("a", 1, [0.5], covariance_dispersion={**facts, "dimension": 9, "span": 8, "rows": {"x": 7}}),
+        run("a", 2, [0.5], covariance_dispersion={**facts, "rho": 4.0, "gap": 4.0}),
+        run("b", 1, [0.5]),
+    ]
+    first, second = metrics.summarise_runs(runs)
+    assert first["covariance_dispersion"]["gap"]["values"] == [2.0, 4.0]
+    assert first["covariance_dispersion"]["rho"]["values"] == [4.0]
+    assert set(second["covariance_dispersion"].values()) == {None}

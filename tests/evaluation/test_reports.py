@@ -349,3 +349,30 @@ def test_spreads_in_print() -> None:
 def test_summaries_are_ready_for_json(experiment_dir: Path) -> None:
     experiment = load_experiment(experiment_dir)
     assert json.loads(json.dumps(experiment)) == experiment
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_page_shows_a_dispersion_once_per_federation(tmp_path: Path) -> None:
+    folder = synthetic.write_experiment(tmp_path / "x", ("fedsee", "fedit"), (42, 43), rounds=2)
+    for run in folder.glob("*/seed-*"):
+        summary = json.loads((run / "summary.json").read_text())
+        summary["covariance_dispersion"] = {
+            "rho": None if summary["seed"] == 43 else 12.34, "relative_gap": 0.125, "gap": 71.25,
+            "floor": 0.000015, "top": 74.7, "effective_rank": 11.1, "dimension": 385, "span": 382,
+            "rows": {"sst2": 1700, "wnli": 1234},
+        }  # fmt: skip
+        synthetic.write_json(run / "summary.json", summary)
+        synthetic.write_json(run / "model.json", {"backbone": "minilm", "features": "rff"})
+    target = reports.write_report([folder], tmp_path / "r.html")
+    page = Page(target.read_text(encoding="utf-8"))
+    rows = next(t for t in page.tables if any(text == "ρ" for text, _ in t[0]))
+    rest = ["0.125", "71.2", "1.5e-05", "74.7", "11.1", "382", "1,234"]
+    assert [[text for text, _ in row] for row in rows[1:]] == [
+        ["42", "rff", "12.3", *rest],
+        ["43", "rff", "∞", *rest],
+    ]
+    assert "diameter of the task optima" in page.text
+
+
+def test_a_page_without_a_probe_says_nothing_of_dispersion(html: str) -> None:
+    assert "dispersion" not in html

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedprism.methods import fedsee
-from fedprism.methods.expert_extraction import align
+from fedprism.methods.lora_frames import align
 from fedprism.methods.fedsee import Config, assign
 from fedprism.models.interface import Bank
 from fedprism.protocol import Ask, Reply, payload_bytes
@@ -133,8 +133,8 @@ def test_the_server_by_hand_with_written_replies() -> None:
     assert ask.body["omega"].tolist() == [[0.5, 0.5], [0.5, 0.5]]
     omega = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).double()
     experts = {0: {"lora_B.p": torch.tensor([[11.0], [0.0]])}, 1: {"lora_B.p": torch.tensor([[19.0], [0.0]])}}
-    extra = {"losses": torch.zeros(1, 2), "table": torch.zeros(0, 0), "residual": 0.0, "gradient_norm": 0.0,
-             "row_norm": 0.0, "examples": 0}  # fmt: skip
+    extra = {"losses": torch.zeros(1, 2), "table": torch.zeros(0, 0), "residual": 0.0, "norms": (0.0, 0.0),
+             "hull": (), "examples": 0}  # fmt: skip
     end = server.send([Reply(-1, {"experts": experts, "omega": omega, **extra})])
     assert end.round == 0 and end.state.C.tolist() == omega.tolist()
     ask = next(server)

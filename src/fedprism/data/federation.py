@@ -90,6 +90,7 @@ def build_text_federation(
     partition: str = "dirichlet",
     alpha: float = 0.1,
     threshold: float = 0.05,
+    mixtures: Sequence[Sequence[float]] = (),
     train_per_task: int | None = None,
     public_per_task: int | None = None,
     validation_per_client: int,
@@ -103,13 +104,14 @@ def build_text_federation(
     """Build a federation over text tasks (FedSEE spec 7).
 
     tasks: names of the clients' tasks. public_only: names of tasks that only the server holds; each pools
-    its train, public and validation rows. clients: N >= 1. partition: "dirichlet" (alpha > 0) or "pure".
-    threshold: mixture entries below it become 0, in [0, 1/M). train_per_task, public_per_task: at most so
-    many rows per task, None for all. validation_per_client: taken from a client's allocation, in its realised
-    mixture. test_per_client: from the tasks' test split, in the same mixture; reused over clients once a test
-    split is used up (see `notes`). min_examples: training rows that every client must keep, >= 1. max_length:
-    tokens per example. tokenizer: a Hugging Face tokenizer. root: folder of the tasks' files, None or "" for
-    the shipped ones. seed: >= 0. Raises ValueError or FileNotFoundError, one line each, for settings or files
+    its train, public and validation rows. clients: N >= 1. partition: "dirichlet" (alpha > 0), "pure" or
+    "given". threshold: drawn mixture entries below it become 0, in [0, 1/M). mixtures: with "given", N rows
+    of M shares, each with sum 1. train_per_task, public_per_task: at most so many rows per task, None for
+    all. validation_per_client: taken from a client's allocation, in its realised mixture. test_per_client:
+    from the tasks' test split, in the same mixture; reused over clients once a test split is used up (see
+    `notes`). min_examples: training rows that every client must keep, >= 1. max_length: tokens per example.
+    tokenizer: a Hugging Face tokenizer. root: folder of the tasks' files, None or "" for the shipped ones.
+    seed: >= 0. Raises ValueError or FileNotFoundError, one line each, for settings or files
     that cannot give this."""
     _check_settings(
         tasks,
@@ -128,7 +130,9 @@ def build_text_federation(
     public += [_subsample(task, ("train", "public", "validation"), public_per_task, seed) for task in others]
     sizes = [len(rows) for rows in supply]
     rng = _rng(seed, "partition")
-    part = make_partition(partition, sizes, clients, alpha=alpha, threshold=threshold, rng=rng)
+    part = make_partition(
+        partition, sizes, clients, alpha=alpha, threshold=threshold, mixtures=mixtures, rng=rng
+    )
     _check_allocations(part, partition, alpha, validation_per_client, min_examples)
     held_out = matched_counts(part.counts, validation_per_client)
     test_supply = [task.positions("test") for task in own]
@@ -263,8 +267,9 @@ def _check_allocations(part: Partition, kind: str, alpha: float, validation: int
     poorest = int(sizes.argmin())
     if sizes[poorest] >= validation + min_examples:
         return
-    setting = f"{kind}, " if kind == "pure" else f"alpha={alpha}, "
-    raise_what = "data.train_per_task" if kind == "pure" else "data.alpha or data.train_per_task"
+    drawn = kind == "dirichlet"
+    setting = f"alpha={alpha}, " if drawn else f"{kind}, "
+    raise_what = "data.alpha or data.train_per_task" if drawn else "data.train_per_task"
     parts = f", {min_examples} to train on and {validation} for validation" if validation else ""
     raise ValueError(
         f"partition: client {poorest} got {sizes[poorest]} examples, needs {validation + min_examples}"

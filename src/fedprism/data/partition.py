@@ -1,10 +1,11 @@
-"""Deal task rows to clients by mixtures: the pure end, Dirichlet, threshold and supply (FedSEE spec 7).
+"""Deal task rows to clients by mixtures: the pure end, Dirichlet, given ones, supply (FedSEE spec 7).
 
 Everything here is NumPy on counts and positions; no text, label or model is seen. Randomness comes from the
 generator that is passed in. N is the number of clients, M the number of tasks.
 
 *Choices where the source is silent.* A threshold of 1/M or more could empty a client and is refused. In the
-supply step a cell within 1e-9 below a whole number counts as that number, so rounding noise costs no row.
+supply step a cell within 1e-9 below a whole number counts as that number, so rounding noise costs no row. The
+threshold tames random draws; mixtures that were written down on purpose are dealt as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,16 +22,16 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Deal = tuple[tuple[Counts, ...], ...]  # [client][task] -> positions
 
-PARTITIONS = ("dirichlet", "pure")
+PARTITIONS = ("dirichlet", "pure", "given")
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
     """What each client gets of each task.
 
-    sampled, thresholded, realised: (N, M) float64 mixtures, rows sum to 1: as drawn, after the threshold, and
-    of the counts. counts: (N, M) int64 rows dealt. deal: [client][task] -> ascending positions in the task's
-    supply, 0..supply-1; no position occurs twice."""
+    sampled, thresholded, realised: (N, M) float64 mixtures, rows sum to 1: as drawn or given, after the
+    threshold, and of the counts. counts: (N, M) int64 rows dealt. deal: [client][task] -> ascending positions
+    in the task's supply, 0..supply-1; no position occurs twice."""
 
     sampled: Floats
     thresholded: Floats
@@ -46,19 +48,30 @@ def make_partition(
     alpha: float,
     threshold: float,
     rng: np.random.Generator,
+    mixtures: ArrayLike = (),
 ) -> Partition:
     """Deal M tasks to N clients (spec 7, steps 2 to 4 and 6).
 
-    kind: "pure" (clients take turns over the tasks, nothing is drawn but the order of rows) or "dirichlet".
-    supplies: rows of each task. alpha > 0: concentration. threshold in [0, 1/M): smaller entries become 0.
-    Raises ValueError for an unknown kind, values out of range, or N < M at the pure end."""
+    kind: "pure" (clients take turns over the tasks, nothing is drawn but the order of rows), "dirichlet", or
+    "given" (`mixtures` says who gets what). supplies: rows of each task. alpha > 0: Dirichlet concentration.
+    threshold in [0, 1/M): smaller entries of drawn mixtures become 0. mixtures: (N, M), with "given" only.
+    Raises ValueError for an unknown kind, values out of range, mixtures that do not fit, or N < M at the pure
+    end."""
     if kind not in PARTITIONS:
         raise ValueError(
             f"partition: got '{kind}', needs one of {', '.join(PARTITIONS)}; correct data.partition"
         )
+    if kind != "given" and np.size(mixtures):
+        raise ValueError(
+            f"partition: got mixtures with the partition '{kind}', needs 'given' to use them; set "
+            "data.partition = 'given' or drop data.mixtures"
+        )
     if kind == "pure":
         sampled = thresholded = pure_mixtures(n_clients, len(supplies))
         counts = pure_counts(supplies, n_clients)
+    elif kind == "given":
+        sampled = thresholded = given_mixtures(mixtures, n_clients, len(supplies))
+        counts = supply_counts(thresholded, supplies)
     else:
         sampled = dirichlet_mixtures(alpha, n_clients, len(supplies), rng)
         thresholded = threshold_mixtures(sampled, threshold)
@@ -89,6 +102,37 @@ def pure_counts(supplies: Sequence[int], n_clients: int) -> Counts:
         counts[owners, m] = supply // len(owners)
         counts[owners[-1], m] += supply % len(owners)
     return counts
+
+
+def given_mixtures(mixtures: ArrayLike, n_clients: int, n_tasks: int) -> Floats:
+    """(N, M) mixtures as written down, checked: one row per client, one share per task.
+
+    mixtures: (N, M), entries >= 0, rows sum to 1 within 1e-6 (the rest is rounding, and divided out). Raises
+    ValueError naming the first row that does not fit."""
+    _check_sizes(n_clients, n_tasks)
+    rows: list[Any] = list(mixtures) if isinstance(mixtures, (list, tuple, np.ndarray)) else []
+    if len(rows) != n_clients:
+        raise ValueError(
+            f"partition: got {len(rows)} mixtures, needs one row of {n_tasks} shares for each of the "
+            f"{n_clients} clients; correct data.mixtures or data.clients"
+        )
+    for i, row in enumerate(rows):
+        shares = np.asarray(row, dtype=np.float64)
+        if shares.shape != (n_tasks,):
+            got = f"{shares.size} shares"
+        elif not (np.isfinite(shares).all() and (shares >= 0).all()):
+            got = f"the shares {shares.tolist()}"
+        elif abs(shares.sum() - 1) > 1e-6:
+            got = f"shares that sum to {shares.sum():.6g}"
+        else:
+            continue
+        raise ValueError(
+            f"partition: client {i} got {got}, needs {n_tasks} (one per task), all >= 0 and with sum 1; "
+            f"correct data.mixtures[{i}]"
+        )
+    checked = np.asarray(rows, dtype=np.float64)
+    shares = checked / checked.sum(1, keepdims=True)
+    return np.asarray(shares, dtype=np.float64)
 
 
 def dirichlet_mixtures(alpha: float, n_clients: int, n_tasks: int, rng: np.random.Generator) -> Floats:

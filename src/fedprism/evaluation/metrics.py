@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, sparse
+from torch import Tensor
 
 Array = NDArray[np.float64]
 Run = Mapping[str, Any]
 Spread = dict[str, Any]
 
 SCORES = ("overall", "worst_50", "worst_25")
+DISPERSION = ("rho", "relative_gap", "gap", "floor", "top", "effective_rank")
+SINGULAR = 1e-10  # of the largest eigenvalue; what is below comes from the rounding of float32 features
 
 
 def _client_values(name: str, accuracies: ArrayLike) -> Array:
@@ -245,6 +250,69 @@ def mixture_report(estimated: ArrayLike, partitioner: ArrayLike, realised: Array
     }
 
 
+def second_moments(parts: Iterable[tuple[Tensor, Tensor]], n_tasks: int) -> tuple[Tensor, Tensor]:
+    """Feature second moment Phi_m = mean of phi phi' over a task's examples, for every task (FedSEE spec 1).
+
+    parts: pairs of features phi, (n, D), and tasks, (n,) integers in 0..n_tasks-1, one pair per client.
+    Returns (n_tasks, D, D) float64, zeros for a task without examples, and (n_tasks,) numbers of examples.
+    Raises ValueError for no parts, or parts of differing D.
+    """
+    known = list(parts)
+    widths = sorted({phi.shape[1] for phi, _ in known})
+    if len(widths) != 1:
+        raise ValueError(f"second_moments: got parts of {widths} features, needs one number for all")
+    sums = torch.zeros(n_tasks, widths[0], widths[0], dtype=torch.float64)
+    counts = torch.zeros(n_tasks, dtype=torch.int64)
+    for phi, task in known:
+        for m in range(n_tasks):
+            mine = phi[task == m].double()
+            sums[m] += mine.T @ mine
+            counts[m] += len(mine)
+    return sums / counts.clamp(min=1)[:, None, None], counts
+
+
+def covariance_dispersion(moments: Tensor) -> dict[str, Any]:
+    """Relative covariance dispersion of tasks, rho = max |Phi_m - Phi_k|_2 / min sigma_min(Phi_m), and its
+    parts (FedSEE spec 1).
+
+    With a linear head and squared loss, a client's optimum lies within rho times the diameter of the task
+    optima of their barycentre. Directions that no example of any task has (a standardised vector sums to 0)
+    change no loss, so everything is taken on the span of the features; where that is the whole space, rho is
+    `theory.mixture_geometry.relative_dispersion`.
+
+    moments: Phi_m of each task, (M, D, D), symmetric positive semidefinite, not all zero.
+    Returns a JSON-ready dict: "rho", None (infinite) if a task's Phi_m is singular on the span, as it is with
+    fewer examples than dimensions; "gap", the numerator; "floor", the denominator; "top", the largest
+    eigenvalue of any Phi_m; "relative_gap", gap over the largest eigenvalue of the mean of the Phi_m, in
+    0..M and always finite; "effective_rank", trace of that mean over its largest eigenvalue, in 1..D;
+    "dimension", D, and "span", the dimension of the span. Raises ValueError for another shape or for zeros.
+    """
+    phi = torch.as_tensor(moments, dtype=torch.float64)
+    if phi.ndim != 3 or phi.shape[1] != phi.shape[2] or 0 in phi.shape or not phi.isfinite().all():
+        raise ValueError(f"covariance_dispersion: got shape {tuple(phi.shape)}, needs finite (tasks, D, D)")
+    values, vectors = torch.linalg.eigh(phi.mean(0))  # torch keeps to the threads of the run
+    largest = float(values[-1])
+    if not largest > 0:
+        raise ValueError("covariance_dispersion: got zeros only, needs examples of at least one task")
+    span = vectors[:, values > SINGULAR * largest]
+    inside = span.T @ phi @ span
+    spectra = torch.linalg.eigvalsh(inside)  # (M, span), ascending
+    floor, top = max(float(spectra[:, 0].min()), 0.0), float(spectra[:, -1].max())
+    gap = max(
+        (float(torch.linalg.eigvalsh(a - b).abs().max()) for a, b in combinations(inside, 2)), default=0.0
+    )
+    return {
+        "rho": gap / floor if floor > SINGULAR * top else None,
+        "relative_gap": gap / largest,
+        "gap": gap,
+        "floor": floor,
+        "top": top,
+        "effective_rank": float(values.sum()) / largest,
+        "dimension": phi.shape[1],
+        "span": span.shape[1],
+    }
+
+
 def label_of(run: Run) -> str:
     """Name under which a run is grouped: its label in a comparison, else its method."""
     return str(run.get("label") or run["method"])
@@ -282,9 +350,10 @@ def summarise_runs(runs: Iterable[Run]) -> list[dict[str, Any]]:
 
     runs: complete run summaries. Returns entries {"label", "method", "seeds", "test", "validation",
     "seconds", "bytes_up_per_client_round", "bytes_down_per_client_round", "examples_trained",
-    "examples_public", "local_epochs", "rounds", "mixture"}; "test" and "validation" hold spreads of the
-    scores and, under "per_task", of every task; "mixture" spreads of "mae", "mae_realised",
-    "best_feasible_mae", "slope" and "pure_argmax_accuracy". What no run of the label has is None.
+    "examples_public", "local_epochs", "rounds", "mixture", "covariance_dispersion"}; "test" and "validation"
+    hold spreads of the scores and, under "per_task", of every task; "mixture" spreads of "mae",
+    "mae_realised", "best_feasible_mae", "slope" and "pure_argmax_accuracy"; "covariance_dispersion" of its
+    numbers, rho over the seeds where it is finite. What no run of the label has is None.
     """
     entries = []
     for label, members in group_runs(runs).items():
@@ -317,6 +386,9 @@ def summarise_runs(runs: Iterable[Run]) -> list[dict[str, Any]]:
         entry["mixture"] = {
             name: _spread_of(members, "mixture", name)
             for name in ("mae", "mae_realised", "best_feasible_mae", "slope", "pure_argmax_accuracy")
+        }
+        entry["covariance_dispersion"] = {
+            name: _spread_of(members, "covariance_dispersion", name) for name in DISPERSION
         }
         entries.append(entry)
     return entries

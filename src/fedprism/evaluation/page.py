@@ -333,6 +333,18 @@ Used by {{ item.methods | join(", ") }}.
 {{ grid(item.counts) }}
 </details>
 {% endfor %}
+{% if dispersions %}
+<h3>Relative covariance dispersion</h3>
+<p class="how"><b>How to read this.</b> For linear heads under squared loss, a client's optimum lies within ρ
+times the diameter of the task optima of their barycentre under its mixture; where ρ is large, nothing
+guarantees that clients are such barycentres, though they may be. ρ is <b>gap</b>, the largest spectral norm
+of a difference between two tasks' second moments of the features, over <b>floor</b>, the smallest eigenvalue
+of any of them; a task with fewer training rows than dimensions makes it infinite. <b>Relative gap</b> is gap
+over the largest eigenvalue of the mean second moment: 0 if all tasks agree, at most the number of tasks.
+<b>Effective rank</b> is the mean's trace over that eigenvalue; all is taken on the dimensions that the
+features span.</p>
+{{ grid(dispersions) }}
+{% endif %}
 </section>
 {% endif %}
 

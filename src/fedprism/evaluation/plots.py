@@ -450,6 +450,7 @@ def public_losses(experiment: Experiment, label: str) -> Figure | None:
         return None
     tasks, losses, _ = found
     count = len(losses)
+    tasks = tasks[:count]  # a method may have experts for the first tasks only
     figure = _figure(1.35 + 0.36 * count)
     ax = figure.add_subplot()
     low, high = float(losses.min()), float(losses.max())

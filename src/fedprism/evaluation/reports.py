@@ -762,6 +762,27 @@ def _federations(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
+def _dispersions(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The table of covariance dispersions, one row per distinct one (methods of a seed share theirs); None
+    when no run has one."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        if run.get("covariance_dispersion"):
+            groups.setdefault(json.dumps([run["seed"], run["covariance_dispersion"]]), []).append(run)
+    if not groups:
+        return None
+    rows = []
+    for members in groups.values():
+        found = members[0]["covariance_dispersion"]
+        rho = "∞" if found["rho"] is None else f"{found['rho']:.3g}"
+        numbers = [f"{found[name]:.3g}" for name in ("relative_gap", "gap", "floor", "top", "effective_rank")]
+        features = (members[0].get("model") or {}).get("features", "–")
+        fewest = min(found["rows"].values())
+        rows.append([members[0]["seed"], features, rho, *numbers, f"{found['span']}", f"{fewest:,}"])
+    titles = ["seed", "features", "ρ", "relative gap", "gap", "floor", "top", "effective rank", "dimensions"]
+    return _grid([*titles, "fewest rows of a task"], rows, {0: "name", 1: "text", 2: "part"})
+
+
 def _clients(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per seed and federation a table of client accuracies; the best value of a client is marked."""
     tables: dict[tuple[Any, Any], dict[str, list[float]]] = {}
@@ -864,6 +885,7 @@ def write_report(
         costs=_costs(entries, runs) if entries else None,
         published=_published(targets, experiment, entries, runs, compared) if targets else None,
         federations=federations,
+        dispersions=_dispersions(runs),
         notes=[(metrics.label_of(run), run["seed"], note) for run in runs for note in run.get("notes", [])],
         config=experiment["config"] or next((run["config"] for run in everything if run.get("config")), ""),
         model=next((json.dumps(run["model"], indent=2) for run in runs if run.get("model")), ""),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedprism.methods.beyond_hull import DESCENTS, Outside, leave_hull
 from fedprism.methods.simplex import column_residual, project_simplex, sinkhorn
 from fedprism.models.interface import Bank, Batch, Model
 from fedprism.trees import Tree, unflatten
@@ -26,17 +27,20 @@ class PublicLosses:
 
     model: frozen. base: always-on pair and head. down: shared A. like: names and shapes of one expert. rows:
     the tasks' public rows, in expert order. size: fresh examples per call and task, 0 = the whole set. chunk:
-    rows per forward pass of a whole set. steps: calls per task to prepare for. `examples` counts the rows
-    seen."""
+    rows per forward pass of a whole set. steps: calls per task to prepare for. hold_out: share of each task's
+    rows that `gradient` never sees and `held_out` reads. `examples` counts the rows seen."""
 
     def __init__(
         self, model: Model, base: Tree, down: Tree, like: Tree, rows: Sequence[Any], *, size: int, chunk: int,
-        steps: int, generator: torch.Generator,
+        steps: int, generator: torch.Generator, hold_out: float = 0.0,
     ) -> None:  # fmt: skip
         self.model, self.base, self.down, self.like = model, base, down, like
-        self.rows, self.chunk = rows, chunk
+        self.rows, self.fit, self.held, self.chunk = rows, list(rows), list(rows), chunk
+        if hold_out:
+            parts = [split_rows(r, hold_out, generator) for r in rows]
+            self.fit, self.held = [fit for fit, _ in parts], [held for _, held in parts]
         self.streams = (
-            [r.batches(size, steps=steps, generator=generator) for r in rows] if size and steps else []
+            [r.batches(size, steps=steps, generator=generator) for r in self.fit] if size and steps else []
         )
         self.examples = 0
 
@@ -48,7 +52,7 @@ class PublicLosses:
     def gradient(self, m: int, vector: Tensor) -> tuple[float, Tensor]:
         """Mean loss of task m at the flattened expert `vector` (D,), and its gradient: one leaf for any P."""
         leaf = vector.detach().requires_grad_(True)
-        batches = [next(self.streams[m])] if self.streams else list(self.rows[m].batches(self.chunk))
+        batches = [next(self.streams[m])] if self.streams else list(self.fit[m].batches(self.chunk))
         rows, value = sum(len(batch["label"]) for batch in batches), 0.0
         for batch in batches:
             part = self.total(unflatten(leaf, self.like), batch) / rows
@@ -56,6 +60,13 @@ class PublicLosses:
             value += float(part.detach())
         self.examples += rows
         return value, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+
+    @torch.no_grad()
+    def held_out(self, m: int, vector: Tensor) -> float:
+        """Mean loss of task m over the rows held out, at the flattened expert `vector` (D,)."""
+        expert, rows = unflatten(vector, self.like), self.held[m]
+        self.examples += len(rows)
+        return sum(float(self.total(expert, batch)) for batch in rows.batches(self.chunk)) / len(rows)
 
     @torch.no_grad()
     def table(self, experts: Mapping[int, Tree], rows_per_task: int) -> Tensor:
@@ -70,20 +81,15 @@ class PublicLosses:
         return table
 
 
-def align(B: Tree, A: Tree, A_new: Tree) -> Tree:
-    """Least-squares change of frame (spec A35).
+def split_rows(task: Any, fraction: float, generator: torch.Generator) -> tuple[Any, Any]:
+    """Split a task's public rows at random: a part to fit, and about `fraction`, in (0, 1), to choose by.
 
-    B' = B A A_new^T (A_new A_new^T)^-1 minimises |B' A_new - B A|_F. B: names of lora_B. A, A_new: names of
-    lora_A for the same projections. Blocks without an A are returned as they are."""
-    moved = {}
-    for name, b in B.items():
-        frame = "lora_A" + name.removeprefix("lora_B")
-        if frame in A:
-            a, a_new = A[frame].double(), A_new[frame].double()
-            target = b.double() @ a @ a_new.T
-            b = torch.linalg.solve(a_new @ a_new.T, target.T).T.to(b.dtype)
-        moved[name] = b
-    return moved
+    Raises ValueError for fewer than two rows."""
+    if len(task) < 2:
+        raise ValueError(f"public rows: got {len(task)} public rows, needs at least 2; use hull = 'convex'")
+    n = min(max(1, round(fraction * len(task))), len(task) - 1)
+    order = torch.randperm(len(task), generator=generator)
+    return task.select(order[n:].sort().values), task.select(order[:n].sort().values)
 
 
 def warm_start(
@@ -136,7 +142,8 @@ def warm_start(
 class Extraction:
     """omega: (M, P) weights, rows sum to 1. experts: (M, D) combinations of the pool. losses: (steps, M)
     public loss at each step (not of convex combinations between projections). residual: column residual at
-    the end. gradient_norms, row_norms: means before clipping."""
+    the end. gradient_norms, row_norms: means before clipping. outside: how the experts were found where they
+    may lie outside the uploads' convex hull."""
 
     omega: Tensor
     experts: Tensor
@@ -144,6 +151,7 @@ class Extraction:
     residual: float
     gradient_norms: float = 0.0
     row_norms: float = 0.0
+    outside: Outside | None = None
 
 
 def _shrink(vector: Tensor, limit: float | None) -> tuple[Tensor, float]:
@@ -166,6 +174,11 @@ def extract(
     projection: str = "balanced",
     every: int = 5,
     iterations: int = 20,
+    hull: str = "convex",
+    held_out: Callable[[int, Tensor], float] | None = None,
+    sizes: Sequence[int] = (),
+    outside_steps: int = 50,
+    outside_lr: float = 0.1,
 ) -> Extraction:
     """Find one convex combination of the pool per task by projected gradient on the public losses (spec 6.3).
 
@@ -174,11 +187,19 @@ def extract(
     start. projection: "balanced" (Sinkhorn with equal client totals after every `every` steps) or
     "independent" (each row onto the simplex after every step). reg: "ridge" rho/2 |w|^2, "entropy"
     rho sum w log w, or "none". Clips of None are off. With 0 steps the start is projected and returned.
-    Raises ValueError for unknown words or shapes that do not fit."""
+    hull: "convex", or "affine", "auto", "posterior" for experts that may leave the uploads' convex hull
+    (`beyond_hull`; omega and the contributions stay those of the convex program). These need held_out(m,
+    expert), the loss on public rows that `gradient` never sees, and sizes, the rows it sees per task;
+    outside_steps, outside_lr: their descents. Raises ValueError for unknown words or shapes that don't
+    fit."""
     if projection not in ("balanced", "independent"):
         raise ValueError(f"extract: projection is '{projection}', needs 'balanced' or 'independent'")
     if reg not in ("ridge", "entropy", "none"):
         raise ValueError(f"extract: reg is '{reg}', needs 'ridge', 'entropy' or 'none'")
+    if hull not in DESCENTS:
+        raise ValueError(f"extract: hull is '{hull}', needs one of {', '.join(DESCENTS)}")
+    if hull != "convex" and (held_out is None or len(sizes) != len(omega)):
+        raise ValueError(f"extract: hull '{hull}' needs held_out and {len(omega)} sizes, got {len(sizes)}")
     if omega.shape[1] != len(pool) or len(owner) != len(pool):
         raise ValueError(
             f"extract: {len(pool)} uploads, but omega has {omega.shape[1]} columns, owner {len(owner)}"
@@ -216,22 +237,10 @@ def extract(
         omega = sinkhorn(omega, owner, 50 * iterations)  # sparse weights converge slowly (spec 13)
     calls = max(1, steps * omega.shape[0])
     residual = column_residual(omega, owner) if projection == "balanced" else 0.0
-    experts = omega.to(pool.dtype) @ pool
-    return Extraction(omega, experts, losses, residual, grad_norms / calls, row_norms / calls)
-
-
-def average_rows(members: Sequence[Tree], users: Sequence[Sequence[int]]) -> Tree:
-    """Mean of stacked-by-expert tensors, row m over the members listed in users[m] (spec A16).
-
-    members: trees whose tensors have M rows. users: M lists of positions in `members`; where one is empty,
-    all members count."""
-    everyone = range(len(members))
-    return {
-        name: torch.stack(
-            [
-                torch.stack([members[k][name][m] for k in who or everyone]).mean(0)
-                for m, who in enumerate(users)
-            ]
+    experts, outside = omega.to(pool.dtype) @ pool, None
+    if hull != "convex" and held_out is not None:
+        outside = leave_hull(
+            gradient, held_out, pool, experts, hull=hull, sizes=sizes, steps=outside_steps, lr=outside_lr
         )
-        for name in members[0]
-    }
+        experts = outside.experts
+    return Extraction(omega, experts, losses, residual, grad_norms / calls, row_norms / calls, outside)

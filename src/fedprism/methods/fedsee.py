@@ -10,8 +10,7 @@ A1 the coefficient 0.01 is a ridge; A2 identities, not positions, carry Omega ov
 extraction runs the recovered block alone on the base with the averaged pair merged; A9 nothing of the initial
 round is absorbed; A23 the evaluated model is the personal one right after local training; A26
 `match_total_epochs` takes the initial epochs off the rounds; A35 `align_init = "lstsq"` moves first uploads
-to the frame of the averaged A. Sinkhorn goes on past 20 iterations at the end while a column is off. Preset
-"paper" has the published values; docs/results.md says what evidence the default one rests on.
+to the frame of the averaged A. `hull` other than "convex" is ours. Preset "paper" has the published values.
 The server's public sets live with the participant PUBLIC, whose phase `extract` does the server's training.
 """
 
@@ -24,8 +23,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedprism.methods.expert_extraction import PublicLosses, align, average_rows, warm_start
+from fedprism.methods.beyond_hull import DESCENTS
+from fedprism.methods.expert_extraction import PublicLosses, warm_start
 from fedprism.methods.expert_extraction import extract as run_extraction
+from fedprism.methods.lora_frames import accuracies, align, average_rows
 from fedprism.methods.simplex import SERVER, client_mass
 from fedprism.models.interface import Bank, Batch, Model, Outputs
 from fedprism.protocol import (
@@ -41,7 +42,7 @@ from fedprism.protocol import (
     sample_clients,
 )
 from fedprism.training import Count, CountOrZero, FederatedTraining, Fraction, NonNegative, Positive, adamw
-from fedprism.trees import Tree, copy, flatten, join, mean, norm, split, sub, unflatten
+from fedprism.trees import Tree, copy, flatten, join, mean, norm, split, sub, unflatten, zeros
 
 INITIAL = -1  # what a client's initial upload is an expert of: nothing yet
 Group = dict[int, Tree]  # expert index -> tree with the names of blocks["lora_B"]
@@ -75,6 +76,7 @@ class Config(FederatedTraining):
     router_init: Literal["linear", "zero"] = "linear"  # A15
     router_average: Literal["uniform", "users"] = "uniform"  # A16
     # extraction
+    experts: CountOrZero = 0  # M: the first so many tasks get an expert; 0 = all with a public set (A31)
     extraction: Literal["balanced", "independent"] = "balanced"
     extract_steps: CountOrZero = 50
     extract_lr: Positive = 0.1
@@ -85,6 +87,10 @@ class Config(FederatedTraining):
     sinkhorn_iterations: Count = 20
     sinkhorn_every: Count = 5
     public_batch: CountOrZero = 64  # public examples per step and task; 0 = the whole set
+    hull: Literal["convex", "affine", "auto", "posterior"] = "convex"  # where experts may lie (beyond_hull)
+    hull_holdout: Fraction = 0.2  # share of the public rows that chooses then; 0 = those that are fitted
+    hull_steps: Count = 50  # of each descent outside the convex hull, at rate
+    hull_lr: Positive = 0.1
     keep_previous: bool = False  # previous experts as server-owned entries without a column constraint (A5)
     table_rows: CountOrZero = 32  # public examples per cell of the table of public losses; 0 = no table
     # evaluation
@@ -137,11 +143,12 @@ class State:
 
 def start(cfg: Config, model: Model, facts: Facts) -> State:
     """A Kaiming uniform, B zero, both from the run seed; the head only where it is trained."""
-    if cfg.update_rounds < 1 or len(facts.tasks) < 1:
-        raise ValueError(f"fedsee: got {len(facts.tasks)} tasks with public sets, needs at least 1")
+    M = cfg.experts or len(facts.tasks)
+    if cfg.update_rounds < 1 or not 1 <= M <= len(facts.tasks):
+        raise ValueError(f"fedsee: got {M} experts, needs 1 to {len(facts.tasks)}, one per public set")
     head = model.init("head", facts.seed) if cfg.head_init == "train_init" else {}
     A, B = model.init("lora_A", facts.seed), model.init("lora_B", facts.seed)
-    return State(0, facts.tasks, facts.clients, facts.seed, A, B, head, idle=(0,) * len(facts.tasks))
+    return State(0, facts.tasks[:M], facts.clients, facts.seed, A, B, head, idle=(0,) * M)
 
 
 @phase(receives=["A", "B", "head", "epochs", "lr"], keeps=["adapter"],
@@ -171,13 +178,7 @@ def frame_cost(client: Client, got: Body, cfg: Config) -> Body:
     forms = {"own": mine, "raw": raw, "aligned": {**raw, **got["aligned"]}}
     rows = client.data["validation"]
     rows = rows.select(torch.arange(min(len(rows), got["rows"])))
-    score = dict.fromkeys(forms, 0.0)
-    with torch.no_grad():
-        for form, tree in forms.items():
-            for batch in rows.batches(cfg.batch_size):
-                right = client.model.apply(tree, batch).logits.argmax(1) == batch["label"]
-                score[form] += float(right.sum()) / len(rows)
-    return score
+    return accuracies(client.model, forms, rows, cfg.batch_size)
 
 
 @phase(receives=["A", "head", "experts", "pair", "router", "n_experts", "usable", "active", "target", "lr"],
@@ -191,7 +192,7 @@ def update(client: Client, got: Body, cfg: Config) -> Body:
         pair = {**model.init("lora_A", seeds[0]), **model.init("lora_B", seeds[1])}
     router = got["router"] or model.init("router", seeds[2], n_experts=M)
     if cfg.router_init == "zero" and not got["router"]:
-        router = {name: torch.zeros_like(value) for name, value in router.items()}
+        router = zeros(router)
     experts: Group = got["experts"]
     active = [str(m) for m in got["active"]]
     parts = {"pair": pair, "router": router, **{m: experts[int(m)] for m in active}}
@@ -227,28 +228,29 @@ def update(client: Client, got: Body, cfg: Config) -> Body:
             "loss": done.loss, "kl": kl, "examples": done.examples}  # fmt: skip
 
 
-@phase(
-    receives=["A", "head", "pair", "like", "pool", "keys", "omega", "tasks"],
-    sends=["experts", "omega", "losses", "table", "residual", "gradient_norm", "row_norm", "examples"],
-)
+@phase(receives=["A", "head", "pair", "like", "pool", "keys", "omega", "tasks"],
+       sends=["experts", "omega", "losses", "table", "residual", "norms", "examples", "hull"])  # fmt: skip
 def extract(client: Client, got: Body, cfg: Config) -> Body:
     """Extract (spec 6.3) on the public sets: the block alone on base plus pair, no dropout, no router."""
     rows = [client.data[task] for task in got["tasks"]]
     losses = PublicLosses(
         client.model, {**got["pair"], **got["head"]}, got["A"], got["like"], rows, size=cfg.public_batch,
-        chunk=cfg.batch_size, steps=cfg.extract_steps, generator=client.generator,
+        chunk=cfg.batch_size, steps=cfg.extract_steps + DESCENTS[cfg.hull] * cfg.hull_steps,
+        generator=client.generator, hold_out=0.0 if cfg.hull == "convex" else cfg.hull_holdout,
     )  # fmt: skip
     result = run_extraction(
         losses.gradient, got["pool"], [owner for owner, _ in got["keys"]], got["omega"],
         steps=cfg.extract_steps, lr=cfg.extract_lr, block_clip=cfg.block_clip or None,
         row_clip=cfg.row_clip or None, reg=cfg.reg, reg_strength=cfg.reg_strength,
         projection=cfg.extraction, every=cfg.sinkhorn_every, iterations=cfg.sinkhorn_iterations,
+        hull=cfg.hull, held_out=losses.held_out, sizes=[len(part) for part in losses.fit],
+        outside_steps=cfg.hull_steps, outside_lr=cfg.hull_lr,
     )  # fmt: skip
     experts = {m: copy(unflatten(result.experts[m], got["like"])) for m in range(len(rows))}
     table = losses.table(experts, cfg.table_rows) if cfg.table_rows else torch.zeros(0, 0)
     return {"experts": experts, "omega": result.omega, "losses": result.losses, "table": table,
-            "residual": result.residual, "gradient_norm": result.gradient_norms, "row_norm": result.row_norms,
-            "examples": losses.examples}  # fmt: skip
+            "residual": result.residual, "norms": (result.gradient_norms, result.row_norms),
+            "examples": losses.examples, "hull": result.outside.chosen if result.outside else ()}  # fmt: skip
 
 
 def assign(column: Tensor, cfg: Config) -> tuple[list[int], Tensor, list[int]]:
@@ -284,17 +286,15 @@ def _absorb(
     new = client_mass(got["omega"], [owner for owner, _ in keys], list(chosen))  # (M, N_t), the raw C*
     if cfg.keep_previous:
         new = new / new.sum(1, keepdim=True)  # the rest of a row is the server's own entry
-    if state.C is None:
-        C = new
-    else:
-        C = state.C.clone()
+    C = new if state.C is None else state.C.clone()
+    if state.C is not None:
         columns = [state.clients.index(i) for i in chosen]
         C[:, columns] = (1 - cfg.smoothing) * C[:, columns] + cfg.smoothing * new
     state = replace(state, round=state.round + 1, experts=got["experts"], keys=keys, omega=got["omega"], C=C)
     log = {
         "contributions": new.tolist(), "smoothed": C.tolist(), "public_losses": got["table"].tolist(),
         "column_residual": got["residual"], "extraction_losses": [row.mean().item() for row in got["losses"]],
-        "gradient_norm": got["gradient_norm"], "row_norm": got["row_norm"],
+        "gradient_norm": got["norms"][0], "row_norm": got["norms"][1], "hull": list(got["hull"]),
         "largest_weight": got["omega"].amax(1).tolist(),
     }  # fmt: skip
     if got["residual"] > 1e-3:

@@ -9,6 +9,7 @@ from fedprism.protocol import Method
 
 METHODS: dict[str, str] = {
     "fedsee": "fedprism.methods.fedsee:METHOD",
+    "fedsee_geometry": "fedprism.methods.fedsee_geometry:METHOD",
     "fedavg": "fedprism.methods.fedavg:FEDAVG",
     "fedit": "fedprism.methods.fedavg:FEDIT",
     "fedavg_ft": "fedprism.methods.fedavg:FEDAVG_FT",

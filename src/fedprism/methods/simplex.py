@@ -33,8 +33,8 @@ def project_simplex(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuadraticSolution:
-    """weights: (..., n) minimisers. iterations: used. gap: largest Frank-Wolfe gap at the end. converged: every
-    gap within tolerance."""
+    """weights: (..., n) minimisers. iterations: used. gap: largest Frank-Wolfe gap at the end. converged:
+    every gap within tolerance."""
 
     weights: Tensor
     iterations: int
@@ -47,8 +47,8 @@ def simplex_quadratic(
 ) -> QuadraticSolution:
     """Minimise w'Gw - 2b'w over the simplex by accelerated projected gradient with restart (spec 2.3).
 
-    G: (..., n, n) positive semidefinite. b: (..., n). Leading dimensions are independent programs, solved side
-    by side. A program stops when its Frank-Wolfe gap <grad, w> - min grad is at most tolerance * max(1,
+    G: (..., n, n) positive semidefinite. b: (..., n). Leading dimensions are independent programs, solved
+    side by side. A program stops when its Frank-Wolfe gap <grad, w> - min grad is at most tolerance * max(1,
     |objective|); all stop after `limit` iterations, and `converged` says which."""
     shape = b.shape
     n = shape[-1]

@@ -3,18 +3,21 @@
     logits(x) = B phi(x) + sum_m p_m(x) B_m phi(x),   B, B_m: (C, d + 1),   p(x) = softmax(W_r phi(x) + b_r)
 
 phi(x) is the pooled feature of the frozen encoder, standardised per vector without any data (mean 0 and
-variance 1 over its d entries, as a layer norm without parameters does), with a constant 1 appended. There is
-one projection, "head", no down-projection and no dropout; every example counts as one token.
+variance 1 over its d entries, as a layer norm without parameters does), with a constant 1 appended. Random
+Fourier features of the standardised vector may take its place (`FourierFeatures`); d is then their number.
+There is one projection, "head", no down-projection and no dropout; every example counts as one token.
 
-Features are computed once per text and cached on disk under a hash of backbone, precision, pooling and
-tokens. The key belongs to the single text, not to a data split: other partitions, seeds and methods find what
-one run computed. Every text is encoded in a batch of fixed size, padded to a length that depends on the text
-alone, so its feature does not depend on what else was encoded with it.
+Pooled features are computed once per text and cached on disk under a hash of backbone, precision, pooling and
+tokens; random features are computed from them. The key belongs to the single text, not to a data split: other
+partitions, seeds and methods find what one run computed. Every text is encoded in a batch of fixed size,
+padded to a length that depends on the text alone, so its feature does not depend on what else was encoded
+with it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -29,9 +32,11 @@ from fedprism.models.encoder import FrozenEncoder, load_backbone
 from fedprism.models.interface import Bank, Batch, Model, Outputs, Tree
 
 PROJECTION = "head"
+FEATURES = ("pooled", "rff")
 FEATURES_VERSION = 1  # raise it when the standardisation changes: cached features then no longer match
 _BATCH = 16  # texts encoded at a time
 _LENGTH_STEP = 8  # lengths are padded to multiples of this
+_ROWS = 4096  # rows turned into random features at a time
 
 
 def default_cache_dir() -> Path:
@@ -45,13 +50,58 @@ def standardise(pooled: Tensor) -> Tensor:
     return torch.cat([F.layer_norm(pooled, pooled.shape[-1:]), pooled.new_ones(len(pooled), 1)], 1)
 
 
+class FourierFeatures:
+    """Fixed random Fourier features of standardised vectors (Rahimi and Recht 2007):
+
+        psi(z) = sqrt(2 d / D) cos(W z / (scale sqrt(d)) + b),   W ~ N(0, I) (D, d),   b ~ U[0, 2 pi) (D,)
+
+    so that psi(x).psi(y) / d is close to the Gaussian kernel exp(-|x - y|^2 / (2 s^2)) of width
+    s = scale sqrt(d), with an error of order 1 / sqrt(D). A standardised vector has squared length d and two
+    unrelated ones lie sqrt(2 d) apart, where scale 1 gives the kernel the value 1/e. The factor gives psi(z)
+    the mean squared length d, whatever D is: gradients, and so learning rates, keep their size when these
+    features take the place of the vector itself.
+
+    width: d >= 1.   n_features: D >= 1.   scale: > 0, in units of sqrt(d).   seed: of W and b; equal seeds
+    give equal numbers in every process.   Raises ValueError for values outside these."""
+
+    def __init__(self, width: int, n_features: int, scale: float, seed: int) -> None:
+        if n_features < 1:
+            raise ValueError(f"rff_features: got {n_features}, needs at least 1")
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ValueError(f"rff_scale: got {scale}, needs a finite number above 0")
+        self.n_features, self.scale, self.seed = n_features, scale, seed
+        # a stream of its own: routers are drawn from the same run seed
+        digest = hashlib.sha256(f"random Fourier features {seed}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        directions = torch.randn(n_features, width, dtype=torch.float64, generator=generator)
+        self.weight = directions / (scale * math.sqrt(width))  # (D, d)
+        self.phase = 2 * math.pi * torch.rand(n_features, dtype=torch.float64, generator=generator)  # (D,)
+        self.factor = math.sqrt(2 * width / n_features)
+
+    @property
+    def hash(self) -> str:
+        """sha256 (hex) of W / s and b."""
+        content = self.weight.numpy().tobytes() + self.phase.numpy().tobytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """(n, d) standardised vectors -> (n, D) float32 features."""
+        # float64 until the end: how a product rounds depends on the number of rows, and float32 hides it
+        parts = [
+            (self.factor * torch.cos(F.linear(part.double(), self.weight, self.phase))).float()
+            for part in vectors.split(_ROWS)
+        ]
+        return torch.cat(parts) if parts else vectors.new_zeros(0, self.n_features)
+
+
 class ProbeModel(Model):
     """Linear heads on cached features of a frozen encoder.
 
     backbone: a transformers encoder, frozen here.   tokenizer, name: as in `EncoderModel`.
     n_classes: C >= 2.   pool: "mean" or "first".   max_length: longest batch the caller will send.
     cache_dir: folder of cached features, None for `default_cache_dir()`.
-    precision: "fp32", "bf16" or "auto".
+    precision: "fp32", "bf16" or "auto".   features: "pooled", or "rff" for random Fourier features of it.
+    rff_features, rff_scale, seed: number, width and seed of these (`FourierFeatures`); else unused.
     Raises ValueError for values outside these."""
 
     def __init__(
@@ -65,9 +115,15 @@ class ProbeModel(Model):
         max_length: int | None = None,
         cache_dir: Path | str | None = None,
         precision: str = "fp32",
+        features: str = "pooled",
+        rff_features: int = 512,
+        rff_scale: float = 1.0,
+        seed: int = 0,
     ) -> None:
         if n_classes < 2:
             raise ValueError(f"n_classes: got {n_classes}, needs at least 2")
+        if features not in FEATURES:
+            raise ValueError(f"features: got '{features}', needs one of {', '.join(FEATURES)}")
         self.encoder = FrozenEncoder(backbone, pool=pool, precision=precision, max_length=max_length)
         self.tokenizer, self.name, self.n_classes, self.max_length = tokenizer, name, n_classes, max_length
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
@@ -78,7 +134,10 @@ class ProbeModel(Model):
             "router": ("router.head.weight", "router.head.bias"),
             "head": (),
         }
-        self.width = self.encoder.width + 1  # of phi
+        self.fourier: FourierFeatures | None = None
+        if features == "rff":
+            self.fourier = FourierFeatures(self.encoder.width, rff_features, rff_scale, seed)
+        self.width = (self.encoder.width if self.fourier is None else rff_features) + 1  # of phi
         self._spread: float | None = None
         self._store: FeatureStore | None = None  # opened when first needed
 
@@ -106,7 +165,7 @@ class ProbeModel(Model):
         bank: Bank | None = None,
         generator: torch.Generator | None = None,
     ) -> Outputs:
-        """See `Model.apply`. batch: features (b, d + 1) from `prepare`. Nothing here is random."""
+        """See `Model.apply`. batch: features (b, d + 1) as from `prepare`. Nothing here is random."""
         if "features" not in batch:
             raise ValueError(f"probe: got {sorted(batch)}, needs 'features'; call prepare(rows) first")
         pair, _ = lora.check_tree(tree, self.blocks)
@@ -127,14 +186,14 @@ class ProbeModel(Model):
         return Outputs(logits, now.usage_sum(self.projections), torch.ones(len(phi)))
 
     def features(self, rows: Any) -> Tensor:
-        """(n, d + 1) float32 features of a data split in the order of its rows, cached where possible.
+        """(n, d + 1) float32 pooled features of a data split in the order of its rows, cached where possible.
 
         rows: a data split with `batches(size)` and `columns["row"]` (rows with one number have one text).
         Raises ValueError if a cached file is damaged, OSError if the cache cannot be written."""
         if self._store is None:
             parts = (FEATURES_VERSION, self.encoder.hash, self.precision, self.encoder.pool)
             name = hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()
-            self._store = FeatureStore(self.cache_dir / name, self.width)
+            self._store = FeatureStore(self.cache_dir / name, self.encoder.width + 1)
         texts: dict[int, tuple[Tensor, Tensor | None]] = {}  # row number -> its tokens and token types
         for batch in rows.batches(256):
             types = batch.get("token_type_ids")
@@ -149,8 +208,12 @@ class ProbeModel(Model):
         return self._store.take([keys[row] for row in rows.columns["row"].tolist()])
 
     def prepare(self, rows: Any) -> Any:
-        """The data split with its features, computed once with the frozen encoder (see `features`)."""
-        return rows.with_features(self.features(rows))
+        """The data split with phi of its rows: `features`, computed once with the frozen encoder, or random
+        features of these, with a constant 1 appended."""
+        phi = self.features(rows)
+        if self.fourier is not None:
+            phi = torch.cat([self.fourier(phi[:, :-1]), phi[:, -1:]], 1)
+        return rows.with_features(phi)
 
     def _encode(self, texts: dict[bytes, tuple[Tensor, Tensor | None]]) -> dict[bytes, Tensor]:
         """Feature of each text, from batches of `_BATCH` texts whose lengths round up to one multiple."""
@@ -192,8 +255,9 @@ class ProbeModel(Model):
         return self._spread
 
     def describe(self) -> dict[str, Any]:
-        """See `Model.describe`. Sizes are numbers of entries; the router's is per expert."""
-        return {
+        """See `Model.describe`. Sizes are numbers of entries; the router's is per expert. "rff" holds number,
+        scale, seed and sha256 of random features."""
+        found: dict[str, Any] = {
             "kind": "probe",
             "backbone": self.name,
             "weights_sha256": self.encoder.hash,
@@ -207,10 +271,19 @@ class ProbeModel(Model):
             "projections": list(self.projections),
             "n_classes": self.n_classes,
             "pool": self.encoder.pool,
-            "features": "pooled",
+            "features": "pooled" if self.fourier is None else "rff",
             "max_length": self.max_length,
             "logit_spread": self._spread,
         }
+        if self.fourier is not None:
+            drawn = self.fourier
+            found["rff"] = {
+                "n_features": drawn.n_features,
+                "scale": drawn.scale,
+                "seed": drawn.seed,
+                "sha256": drawn.hash,
+            }
+        return found
 
 
 class FeatureStore:
@@ -289,15 +362,14 @@ def load_probe(
     max_length: int | None = None,
     cache_dir: Path | str | None = None,
     precision: str = "fp32",
+    rff_features: int = 512,
+    rff_scale: float = 1.0,
     seed: int = 0,
 ) -> ProbeModel:
     """Load a backbone by name or path and build a `ProbeModel` on it.
 
-    backbone: "minilm", a hub name or a local folder.   features: "pooled".   seed: accepted so that all model
-    loaders take the same arguments; the probe draws nothing when it is built.   The rest as in `ProbeModel`.
-    Raises ValueError or FileNotFoundError, one line, if it cannot be used."""
-    if features != "pooled":
-        raise ValueError(f"features: got '{features}', needs 'pooled'")
+    backbone: "minilm", a hub name or a local folder.   seed: of the random features; nothing else is drawn.
+    The rest as in `ProbeModel`. Raises ValueError or FileNotFoundError, one line, if it cannot be used."""
     model, tokenizer = load_backbone(backbone)
     return ProbeModel(
         model,
@@ -308,4 +380,8 @@ def load_probe(
         max_length=max_length,
         cache_dir=cache_dir,
         precision=precision,
+        features=features,
+        rff_features=rff_features,
+        rff_scale=rff_scale,
+        seed=seed,
     )

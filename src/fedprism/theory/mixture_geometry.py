@@ -93,7 +93,7 @@ def make_instance(
     """Draw an instance (spec 2.1).
 
     d, r, l: inputs, features (r <= d), outputs. M tasks, N clients. kappa >= 1: condition number of Phi, the
-    smallest eigenvalue being 1. diam > 0: largest Frobenius distance of two task optima. sigma > 0: label noise.
+    smallest eigenvalue being 1. diam > 0: largest Frobenius distance of two task optima. sigma > 0: noise.
     eps in [0, 1/2): impurity of the anchors, client m < M has share 1 - eps of task m. conc > 0: Dirichlet
     concentration of the other clients. anchors: False for a pool in which every client is drawn. gamma in [0,
     1]: pull of every drawn client towards the uniform mixture (needs anchors=False); 1 makes all of them
@@ -244,7 +244,7 @@ class Recovered:
 def extract(uploads: Floats, S: Floats, C: Floats, *, tolerance: float = 1e-10) -> Recovered:
     """Experts as the best convex combinations of the uploads on each task's squared loss (spec 2.3).
 
-    Arguments as in `upload_programs`. Experts are unique where S is positive definite; weights need not be."""
+    Arguments as in `upload_programs`. Experts are unique where S is positive definite; weights may not be."""
     G, b = upload_programs(uploads, S, C)
     found = simplex_quadratic(torch.from_numpy(G), torch.from_numpy(b), tolerance=tolerance)
     weights = found.weights.numpy()
