@@ -32,11 +32,20 @@ MAY_IMPORT: dict[str, list[str]] = {
     "evaluation.reports": ["storage", "evaluation.metrics", "evaluation.plots", "evaluation.page"],
     "evaluation.plots": ["storage", "evaluation.metrics"],
     "evaluation.page": ["storage", "evaluation.metrics", "evaluation.plots"],
+    "evaluation.laboratory": ["evaluation.plots"],
+    "evaluation.geometry_plots": ["storage", "evaluation.metrics", "evaluation.plots"],
     "theory": ["theory.*", "trees", "methods.*"],
     "config": ["trees"],
     "storage": ["trees"],
     "api": ["*"],
-    "cli": ["api", "config", "methods.registry", "evaluation.reports", "evaluation.plots"],
+    "cli": [
+        "api",
+        "config",
+        "methods.registry",
+        "evaluation.reports",
+        "evaluation.plots",
+        "evaluation.laboratory",
+    ],
 }
 METHOD_FILES = {target.partition(":")[0].removeprefix("fedprism.methods.") for target in METHODS.values()}
 LONG_METHODS = {"fedsee": 400, "fedgmm": 400}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from fedprism.evaluation.measure import collect, evaluation_phase
 from fedprism.evaluation.metrics import covariance_dispersion, mixture_report, score, second_moments
 from fedprism.methods.registry import METHODS, get_method
 from fedprism.protocol import POOLED, PUBLIC, Ask, Client, Facts, Method, participant_name
-from fedprism.storage import MARKER, RunDirectory, versions
+from fedprism.storage import MARKER, RunDirectory, versions, write_json
 
 
 class Progress(Protocol):
@@ -519,3 +520,69 @@ def load_summary(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is missing; finish the run with: fedprism resume {directory}")
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return summary
+
+
+# ---- laboratories --------------------------------------------------------------------------------
+
+QUICK_CELLS = (  # pool, samples per client, public examples per task
+    ("interior, gamma .5", 20_000, 20),
+    ("interior, gamma .5", 20_000, 1000),
+    ("pure anchors", 500, 20),
+)
+
+
+def _lab_cells(quick: bool) -> list[tuple[str, int, int]]:
+    from fedprism.theory.recovery_without_anchors import CLIENT_SIZES, POOLS, PUBLIC_SIZES
+
+    return list(QUICK_CELLS if quick else product(POOLS, CLIENT_SIZES, PUBLIC_SIZES))
+
+
+def lab_steps(quick: bool) -> int:
+    """Number of steps that `lab_fedsee` reports."""
+    from fedprism.theory import recovery_bounds, recovery_tables
+
+    return len(recovery_bounds.CHECKS) + len(recovery_tables.EXPERIMENTS) + len(_lab_cells(quick))
+
+
+def lab_fedsee(
+    *, quick: bool = False, instance: Mapping[str, Any] | None = None,
+    on_done: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:  # fmt: skip
+    """FedSEE's laboratory: bounds B1 to B17, synthetic tables T1 to T19, recovery without anchors.
+
+    quick: fewer seeds, samples up to 20 000, three cells of the last part. instance: arguments of
+    `theory.mixture_geometry.make_instance` for the bounds' world (tables have worlds of their own). on_done:
+    told each step's name. Returns a JSON-ready dict with "ok": every bound and every table holds. Raises
+    UserError for settings that give no world."""
+    from fedprism.theory import recovery_bounds, recovery_tables
+    from fedprism.theory.recovery_without_anchors import study_cell
+
+    changes = dict(instance or {})
+    full = recovery_tables.FULL_SEEDS
+    seeds = {
+        "checks": [0] if quick else list(range(8)),
+        "tables": list(full[: recovery_tables.QUICK_SEEDS] if quick else full),
+        "beyond": [0] if quick else list(range(8)),
+    }
+    try:
+        checks = recovery_bounds.run_checks(seeds["checks"], changes, on_done=on_done)
+    except ValueError as fault:
+        raise UserError(f"lab: {fault}") from fault
+    tables = recovery_tables.run_tables(seeds["tables"], quick=quick, on_done=on_done)
+    cells = []
+    for pool, n_i, n_m in _lab_cells(quick):
+        cells.append(study_cell(pool, n_i, n_m, seeds["beyond"]))
+        on_done(f"{pool}, n_i = {n_i}, n_m = {n_m}")
+    return {
+        "name": "fedsee", "quick": quick, "seeds": seeds, "instance": changes, "versions": versions(),
+        "checks": [asdict(check) for check in checks],
+        "tables": [{**asdict(table), "ok": table.ok} for table in tables],
+        "beyond": [cell.as_dict() for cell in cells],
+        "curves": {name: curve(tables) for name, curve in recovery_tables.CURVES.items()},
+        "ok": all(check.ok for check in checks) and all(table.ok for table in tables),
+    }  # fmt: skip
+
+
+def write_result(result: Mapping[str, Any], path: Path) -> None:
+    """Write a laboratory's result as JSON, whole or not at all."""
+    write_json(path, result)

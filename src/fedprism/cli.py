@@ -1,7 +1,8 @@
 """The command `fedprism`: parses, calls `fedprism.api`, prints.
 
-Exit status: 0 done; 2 a mistake in a config, a file or an option; 5 the machine (disk, memory, a package that
-is not installed); 130 interrupted. A fault of the program itself keeps its traceback.
+Exit status: 0 done; 1 a check of a laboratory failed; 2 a mistake in a config, a file or an option; 5 the
+machine (disk, memory, a package that is not installed); 130 interrupted. A fault of the program itself keeps
+its traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,11 +20,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-MISTAKE, ENVIRONMENT, INTERRUPTED = 2, 5, 130
+FAILED, MISTAKE, ENVIRONMENT, INTERRUPTED = 1, 2, 5, 130
 EXTRAS = {
     "transformers": "text",
     "tokenizers": "text",
@@ -40,6 +41,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+lab = typer.Typer(
+    name="lab", help="Laboratories: the papers' claims as checks and tables.", no_args_is_help=True
+)
+app.add_typer(lab)
 
 
 class Kind(StrEnum):
@@ -149,6 +156,62 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
             Kind.models: api.list_models,
         }[kind]()
         _console().print(_rows_table(rows))
+
+
+@lab.command("fedsee")
+def lab_fedsee(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds and smaller samples.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the figures.")] = Path("runs/lab_fedsee"),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Setting of the bounds' world: d r l M N kappa diam sigma eps conc anchors gamma spectrum; "
+            "may be repeated.",
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """FedSEE's laboratory: every bound, every synthetic table, and recovery without anchors.
+
+    Exit status 1 if a bound or a table fails."""
+    with _faults():
+        from fedprism import api
+        from fedprism import config as configs
+        from fedprism.evaluation import laboratory
+
+        if json_file is not None and not json_file.absolute().parent.is_dir():
+            raise FileNotFoundError(f"lab: no folder {json_file.absolute().parent} for --json; make it first")
+        changes = configs.parse_settings(overrides or ())
+        with _steps(api.lab_steps(quick), quiet) as on_done:
+            result = api.lab_fedsee(quick=quick, instance=changes, on_done=on_done)
+        for table in laboratory.rich_tables(result):
+            _console().print(table)
+            typer.echo("")
+        if json_file is not None:
+            api.write_result(result, json_file)
+        typer.echo(f"figures: {laboratory.save_figures(result, out)[0].parent}")
+        failed = [check["id"] for check in (*result["checks"], *result["tables"]) if not check["ok"]]
+        typer.echo(f"failed: {', '.join(failed)}" if failed else "every bound and every table holds")
+        if failed:
+            raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _steps(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A bar over `total` named steps on a terminal; elsewhere nothing until the end."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda name: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", total=total)
+        yield lambda name: bars.update(task, advance=1, description=name)
 
 
 def _finish(summary: Mapping[str, Any], out: Path) -> None:

@@ -353,14 +353,22 @@ def _override(raw: dict[str, Any], text: str) -> None:
     table[path[-1]] = _value(value.strip())
 
 
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """ "a=c" settings as a table, c as in `load`. Raises UserError for a text without "=" or a name."""
+    table: dict[str, Any] = {}
+    for text in texts:
+        _override(table, text)
+    return table
+
+
 def _value(text: str) -> Any:
-    """A TOML value; a list may have bare words (`[sst2, cola]`); anything else is a bare string."""
+    """A TOML value, also .5 and 5. for numbers; a list may have bare words; the rest are bare strings."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         if text.startswith("[") and text.endswith("]"):
             return [_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-        return text
+        return float(text) if re.fullmatch(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?", text) else text
     value = parsed["value"]
     if set(parsed) != {"value"} or isinstance(value, (datetime.date, datetime.time)):
         return text

@@ -409,6 +409,11 @@ def _whole_lines(path: Path) -> int:
 # ---- versions ------------------------------------------------------------------------------------
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all. value: as for `RunDirectory.write_json`."""
+    _write_atomic(path, _json(value, indent=1) + "\n")
+
+
 def versions() -> dict[str, Any]:
     """What produced a result: package versions (None where not installed), git commit of a checkout or None,
     threads of this process, machine type."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprism import api
+from fedprism.evaluation import geometry_plots
 from fedprism.methods import fedsee_geometry as diagnostics
 from fedprism.methods.fedsee_geometry import METHOD, Config, absorbed
 from fedprism.models.interface import Bank
@@ -222,3 +223,14 @@ def test_a_text_run_stopped_after_or_inside_a_round_ends_as_one_that_was_not(
             api.run_experiment(tiny.experiment(**LAYOUT), out, progress=watch)
         api.resume_experiment(out)
         assert left_behind(out / "fedsee_geometry/seed-3") == expected
+    written = geometry_plots.save_geometry(tmp_path / "whole", tmp_path / "plots")
+    assert {path.name for path in written} == {
+        f"geometry_{what}.{kind}" for what in ("plane", "residuals", "coordinates", "routing")
+        for kind in ("png", "svg")
+    }  # fmt: skip
+    assert all(path.stat().st_size > 1000 for path in written)
+    hull = lines[3]["log"]["summary"]["residual"]["hull"]
+    table = geometry_plots.geometry_table(tmp_path / "whole/fedsee_geometry/seed-3")
+    assert f"| residual, best hull fit | {hull:.3f} | 0.444 ± 0.029 |" in table
+    with pytest.raises(FileNotFoundError, match="no finished run of fedsee_geometry"):
+        geometry_plots.load_seeds(tmp_path)

@@ -337,7 +337,9 @@ def test_usage_and_concentration_by_hand() -> None:
 def test_balanced_usage_forbids_concentration() -> None:
     """A pure client used evenly: beta is 1/2 of |alpha - u|_1 = 1; a claim of less fails."""
     alpha, usage = np.array([[1.0, 0.0]]), np.array([[[0.5, 0.5]]])
-    assert bounds.judge_usage(alpha, usage, np.array([[0.5]]), [0, 1]).ratio == pytest.approx(1)
+    check = bounds.judge_usage(alpha, usage, np.array([[0.5]]), [0, 1])
+    assert check.ratio == pytest.approx(1)
+    assert "uniform usage 1;" in check.note
     assert not bounds.judge_usage(alpha, usage, np.array([[0.45]]), [0, 1]).ok
 
 
@@ -419,6 +421,14 @@ def test_the_balanced_program_agrees_with_scipy() -> None:
     assert np.tensordot(omega, world.optima, 1) == pytest.approx(
         np.tensordot(found.x.reshape(2, 3), world.optima, 1), abs=1e-2
     )
+
+
+def test_the_coupling_excess_by_hand() -> None:
+    """Phi = 4, balanced expert off by 1/2: excess 4 / 4, allowed squared error 1 / 4, met exactly."""
+    world = line_world([0, 1], [[1, 0], [0, 1]], scale=2)
+    check = bounds.judge_coupling(world, world.experts + 0.5, world.experts, 0.0)
+    assert check.ok
+    assert (check.value, check.bound) == (pytest.approx(0.25), pytest.approx(0.25))
 
 
 def test_coupling_fails_without_its_excess_or_for_a_negative_one() -> None:
@@ -578,6 +588,32 @@ def test_two_even_classes_attain_both_ends_of_the_curvature_interval() -> None:
     assert check.ok
     assert check.ratio == pytest.approx(1)
     assert (check.value, check.bound) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_three_even_classes_attain_the_smallest_curvature() -> None:
+    """p = 1/3 and diag p - pp' is 1/3 on centred directions: l pi^2 = 3/9, below 1/2."""
+    tasks = replace(coin_tasks(), base=np.zeros((2, 3)), labels=np.full((2, 2, 3), 1 / 3))
+    check = bounds.judge_curvature(tasks, np.zeros((1, 3, 1)), 1.0, 1.0)
+    assert check.ok
+    assert "worst: smallest curvature; others: largest curvature 0.667" in check.note
+    assert check.ratio == pytest.approx(1)
+
+
+def test_two_of_three_classes_attain_the_largest_curvature() -> None:
+    """p = (1/2, 1/2, almost 0): the direction (1, -1, 0) / sqrt 2 has curvature 1/2."""
+    tasks = replace(coin_tasks(), base=np.array([[0.0, 0.0, -10.0]] * 2), labels=np.full((2, 2, 3), 1 / 3))
+    check = bounds.judge_curvature(tasks, np.zeros((1, 3, 1)), 0.0, 1.0)
+    assert check.ok
+    assert "worst: largest curvature" in check.note
+    assert check.ratio == pytest.approx(1, abs=1e-4)
+
+
+def test_global_curvature_constants_by_hand() -> None:
+    """Points +-1 with second moment 1, masses 3:1 and 1:3: |difference of masses| sums to 1."""
+    found = bounds.softmax_curvature(replace(coin_tasks(), ridge=0.25), 2.0)
+    assert (found.mu, found.L) == (pytest.approx(0.25), pytest.approx(0.75))
+    assert (found.dispersion, found.lipschitz) == (pytest.approx(0.5), pytest.approx(1.5))
+    assert found.varkappa == pytest.approx((0.5 + 1.5 * 2 / 2) / 0.25)
 
 
 def test_softmax_curvature_fails_for_features_beyond_their_bound() -> None:

@@ -48,16 +48,18 @@ def test_all_nineteen_tables_are_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_full_seeds_miss_only_the_three_rows_that_the_docstring_names() -> None:
-    found = [(table.id, setting) for table in tables.run_tables() for setting in missed(table)]
-    assert found == [("T1", "n_i = 1000"), ("T1", "n_i = 20000"), ("T4", "ε = 0.2")]
+def test_every_table_passes_over_the_full_seeds() -> None:
+    for table in tables.run_tables():
+        assert missed(table) == [], table.id
+        assert all("+" not in row.tolerance for row in table.rows)  # eight seeds or more: nothing added
 
 
 @pytest.mark.slow
-def test_over_three_times_as_many_seeds_these_rows_pass_too() -> None:
-    for table in tables.run_tables(range(24), ids=["T1", "T4"]):
-        assert missed(table) == []
-        assert all("+" not in row.tolerance for row in table.rows)  # eight seeds or more: nothing added
+def test_seeds_0_to_7_miss_only_the_three_rows_that_the_docstring_names() -> None:
+    found = [
+        (table.id, row) for table in tables.run_tables(range(8), ids=["T1", "T4"]) for row in missed(table)
+    ]
+    assert found == [("T1", "n_i = 1000"), ("T1", "n_i = 20000"), ("T4", "ε = 0.2")]
 
 
 # ---- verdicts ----------------------------------------------------------------------------------

@@ -106,6 +106,8 @@ def make_instance(
         raise ValueError(f"instance: r is {r}, needs at most d = {d}; lower r or raise d")
     if spectrum not in SPECTRA:
         raise ValueError(f"instance: spectrum is '{spectrum}', needs one of {', '.join(SPECTRA)}")
+    if not isinstance(anchors, bool):
+        raise ValueError(f"instance: anchors is {anchors!r}, needs true or false")
     if anchors and N < M:
         raise ValueError(f"instance: N is {N} with anchors, needs at least M = {M}; raise N or anchors=false")
     if anchors and gamma is not None:
@@ -136,23 +138,25 @@ def _dirichlet(conc: float, n: int, M: int, rng: np.random.Generator) -> Floats:
 def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         least = 0 if name == "seed" else 1
-        if value != int(value) or value < least:
-            raise ValueError(f"instance: {name} is {value}, needs a whole number of at least {least}")
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+            raise ValueError(f"instance: {name} is {value!r}, needs a whole number of at least {least}")
 
 
 def _check_ranges(
     *, kappa: float, diam: float, sigma: float, eps: float, conc: float, gamma: float | None
 ) -> None:
-    for name, value, ok, needs in (
-        ("kappa", kappa, kappa >= 1, "at least 1"),
-        ("diam", diam, diam > 0, "more than 0"),
-        ("sigma", sigma, sigma > 0, "more than 0"),
-        ("eps", eps, 0 <= eps < 0.5, "at least 0 and less than 1/2"),
-        ("conc", conc, conc > 0, "more than 0"),
-        ("gamma", gamma, gamma is None or 0 <= gamma <= 1, "at least 0 and at most 1"),
-    ):
-        if value is not None and not (ok and np.isfinite(value)):
-            raise ValueError(f"instance: {name} is {value}, needs {needs}")
+    ranges = {
+        "kappa": (kappa, 1.0, np.inf, "at least 1"),
+        "diam": (diam, np.nextafter(0, 1), np.inf, "more than 0"),
+        "sigma": (sigma, np.nextafter(0, 1), np.inf, "more than 0"),
+        "eps": (eps, 0.0, np.nextafter(0.5, 0), "at least 0 and less than 1/2"),
+        "conc": (conc, np.nextafter(0, 1), np.inf, "more than 0"),
+        "gamma": (0.0 if gamma is None else gamma, 0.0, 1.0, "at least 0 and at most 1"),
+    }
+    for name, (value, low, high, needs) in ranges.items():
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        if not number or not np.isfinite(value) or not low <= value <= high:
+            raise ValueError(f"instance: {name} is {value!r}, needs a number of {needs}")
 
 
 # ---- data and estimators -------------------------------------------------------------------------
@@ -284,8 +288,13 @@ def successive_projection(uploads: Floats, M: int, *, lift: bool = True) -> Floa
 
 
 def cluster_centres(uploads: Floats, M: int, rng: np.random.Generator, *, restarts: int = 10) -> Floats:
-    """(M, l, r) centres of k-means with k-means++ starts, the best of `restarts` (spec 2.5)."""
+    """(M, l, r) centres of k-means with k-means++ starts, the best of `restarts` (spec 2.5).
+
+    Raises ValueError for fewer than M distinct uploads."""
     rows = uploads.reshape(len(uploads), -1)
+    distinct = len(np.unique(rows, axis=0))
+    if distinct < M:
+        raise ValueError(f"cluster centres: got {distinct} distinct uploads, needs at least M = {M}")
     best, least = rows[:M], np.inf
     for _ in range(restarts):
         centres, labels = kmeans2(rows, M, minit="++", rng=rng, iter=100)
