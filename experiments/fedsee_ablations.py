@@ -1,6 +1,6 @@
 """FedSEE's ablations: one change each, same seeds and partitions, at the small scale or in probe mode.
 
-    python experiments/fedsee_ablations.py {small,probe} [--out runs] [--variants default ...] [--set key=value]
+    python experiments/fedsee_ablations.py {small,probe} [--out runs] [--variants default ...] [--set k=v]
 
 Every variant is an experiment of its own in OUT/ablation_SCALE_VARIANT; finished ones are kept, interrupted
 ones resumed. `collect_ablations.py` makes the table.

@@ -124,7 +124,7 @@ def test_the_data_of_every_seed_are_looked_at_before_the_first_one_runs(tiny: Ti
     works: dict[bool, int] = {}  # a seed that gives each client a batch, and one that does not
     for seed in range(40):
         try:
-            api._build(tiny.experiment(**alpha), seed, 8)
+            api._build(tiny.experiment(**alpha), seed, 8, api.Silent())
             works.setdefault(True, seed)
         except ValueError:
             works.setdefault(False, seed)

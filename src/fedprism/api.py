@@ -76,7 +76,7 @@ class Workshop:
             self._built.clear()  # one seed's data in memory at a time
             self.progress.note(f"preparing data and model, seed {seed}")
             largest = max(_resolve(self.experiment, name)[1].batch_size for name in self.experiment.methods)
-            self._built[seed] = _build(self.experiment, seed, largest)
+            self._built[seed] = _build(self.experiment, seed, largest, self.progress)
         return self._built[seed]
 
     def dispersion(self, seed: int, participants: Mapping[int, Client]) -> dict[str, Any] | None:
@@ -123,9 +123,18 @@ def _load_model(experiment: Experiment, seed: int, n_classes: int) -> Any:
         ) from missing
 
 
-def _build(experiment: Experiment, seed: int, min_examples: int) -> tuple[Any, Federation]:
+def _build(
+    experiment: Experiment, seed: int, min_examples: int, progress: Progress
+) -> tuple[Any, Federation]:
+    from fedprism.models.encoder import native_bf16
+
     d = experiment.data
     model = _load_model(experiment, seed, n_classes=2)
+    if model.precision == "bf16" and not native_bf16():
+        progress.note(
+            "note: this processor has no bfloat16 instructions, bf16 is many times slower than fp32 here; "
+            "--set model.precision=fp32, or auto"
+        )
     federation = build_text_federation(
         tasks=d.tasks, public_only=d.public_only, clients=d.clients, partition=d.partition, alpha=d.alpha,
         threshold=d.threshold, mixtures=d.mixtures, train_per_task=d.train_per_task or None,

@@ -112,6 +112,7 @@ def write_run(
     rng = np.random.default_rng([seed, sum(method.encode())])
     base = LEVEL.get(method, -0.12 + 0.12 * rng.random())
     routed = method.startswith("fedsee")
+    extracted = routed and method != "fedsee_geometry"
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, name, [method], [seed], clients, rounds)
     write_json(
@@ -174,13 +175,14 @@ def write_run(
         "notes": ["public sets are used by the server only"] if routed else [],
     }
     if routed:
+        summary["usage"] = last["test"]["usage"]
+    if extracted:
         guess = np.clip(0.75 * true + 0.25 / n_tasks + rng.normal(0, 0.05, true.shape), 0, None)
         guess /= guess.sum(1, keepdims=True)
         summary["mixture"] = metrics.mixture_report(guess, true, fed["mixtures"]["realised"])
         losses = 0.69 + 0.1 * rng.random((n_tasks, n_tasks))
         losses[np.diag_indices(n_tasks)] = np.linspace(0.25, 0.62, n_tasks)
         summary["public_losses"] = losses.tolist()
-        summary["usage"] = last["test"]["usage"]
     write_json(folder / "summary.json", summary)
 
 
@@ -215,4 +217,87 @@ def write_experiment(
     write_json(
         folder / "summary.json", {"name": name, "methods": list(methods), "seeds": list(seeds), "runs": runs}
     )
+    return folder
+
+
+LAYOUT = {
+    "pure": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "edge": [[0.5, 0.5, 0], [0, 0.4, 0.6]],
+    "interior": [[0.2, 0.2, 0.6]],
+}
+
+
+def geometry_logs(shift: float, edge: bool = True, kept: bool = True) -> dict[str, dict[str, Any]]:
+    """Logs of a seed's geometry, routing and calibration rounds: three tasks, two layers, up to six clients.
+
+    shift: added to every published quantity. edge: whether there are edge clients. kept: whether the seed
+    kept the order of the residuals."""
+    layout = {kind: rows for kind, rows in LAYOUT.items() if edge or kind != "edge"}
+    mixtures = np.array([row for rows in layout.values() for row in rows], dtype=float)
+    kinds = [kind for kind, rows in layout.items() for _ in rows]
+    corners = np.array([[0, 0], [1, 0], [0.5, 0.8]])
+    residual = {"affine": 0.40, "hull": 0.41, "true": 0.50, "uniform": 0.60, "shuffled": 0.70}
+    routing = {
+        "uniform": {"pure": 0.91, "edge": 0.92, "interior": 0.93, "all": 0.94},
+        "true": {"pure": 0.81, "edge": 0.82, "interior": 0.83, "all": 0.84},
+        "learned": {"pure": 0.71, "edge": 0.72, "interior": 0.73, "all": 0.74},
+    }
+    mismatch = {
+        "uniform": {"pure": 1.31, "edge": 0.61, "interior": 0.51, "all": 0.75},
+        "mixture": {"pure": 0.21, "edge": 0.22, "interior": 0.23, "all": 0.25},
+    }
+
+    def present(values: dict[str, float]) -> dict[str, float]:
+        return {kind: value + shift for kind, value in values.items() if edge or kind != "edge"}
+
+    calibration: dict[str, Any] = {
+        target: {
+            "mismatch": present(mismatch[target]),
+            "pure_correct_mass": correct + shift,
+            "edge_absent_mass": absent + shift if edge else None,
+            "cross_entropy": {"all": loss + shift},
+        }
+        for target, correct, absent, loss in (("uniform", 0.45, 0.29, 0.55), ("mixture", 0.85, 0.02, 0.56))
+    }
+    return {
+        "geometry": {
+            "tasks": list(TASKS[:3]),
+            "layers": ["layer.0.value", "layer.1.value"],
+            "mixtures": mixtures.tolist(),
+            "kinds": kinds,
+            "weights": np.stack([mixtures, mixtures]).tolist(),
+            "expert_points": [corners.tolist()] * 2,
+            "client_points": [(mixtures @ corners + shift).tolist()] * 2,
+            "mixture_points": [(mixtures @ corners).tolist()] * 2,
+            "summary": {
+                "residual": {fit: value + shift for fit, value in residual.items()},
+                "coordinate_correlation": 0.10 + shift,
+                "coordinate_mae": 0.15 + shift,
+                "edge_absent_mass": 0.08 + shift if edge else None,
+            },
+            "holds": {"true < uniform < shuffled": kept, "hull - affine < .02": True},
+        },
+        "routing": {
+            "means": {how: present(values) for how, values in routing.items()},
+            "holds": {
+                f"{kind}: learned <= true <= uniform": True
+                for kind in (("edge", "interior") if edge else ("interior",))
+            },
+        },
+        "calibration": {**calibration, "holds": {"mixture target closer than uniform": True}},
+    }
+
+
+def write_geometry(folder: Path, seeds: dict[int, dict[str, dict[str, Any]]]) -> Path:
+    """Writes an experiment of complete runs of fedsee_geometry, one per seed, with logs like those of
+    `geometry_logs`, and returns its folder."""
+    write_experiment(folder, ("fedsee_geometry",), list(seeds), name=folder.name)
+    for seed, logs in seeds.items():
+        path = folder / "fedsee_geometry" / f"seed-{seed}" / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for line, log in zip(
+            lines[3:], (logs[k] for k in ("geometry", "routing", "calibration")), strict=True
+        ):
+            line["log"] = log
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder

@@ -323,6 +323,14 @@ def test_a_published_sweep_gives_the_column_of_this_heterogeneity(
     assert rows[2][3][0] == "−6.40" and rows[2][2][0].startswith("−")
 
 
+def test_mixtures_written_out_have_no_level_of_heterogeneity() -> None:
+    targets = {"columns": ["alpha_0", "alpha_0.1", "uniform"]}
+    assert reports._level(targets, {"partition": "dirichlet", "alpha": 0.1}) == "alpha_0.1"
+    assert reports._level(targets, {"partition": "pure", "alpha": 0.1}) == "alpha_0"
+    for alpha in (0.1, 50, None):  # alpha stays in the configuration, whatever the partition
+        assert reports._level(targets, {"partition": "given", "alpha": alpha}) is None
+
+
 def test_a_table_without_methods_is_no_table_of_targets(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("row,value\na,1\n", encoding="utf-8")

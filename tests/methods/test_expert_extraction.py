@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
-from fedprism.methods.expert_extraction import extract, warm_start
+from fedprism.methods.expert_extraction import PublicLosses, extract, split_rows, warm_start
 from fedprism.methods.simplex import (
     balanced_quadratic,
     client_mass,
@@ -20,6 +22,8 @@ from fedprism.methods.simplex import (
     simplex_quadratic,
     sinkhorn,
 )
+from fedprism.models.interface import Outputs
+from tests.tiny import Linear, TinyRows
 
 
 def quadratic_tasks(
@@ -241,3 +245,138 @@ def test_column_residual_and_bad_words() -> None:
         extract(lambda m, v: (0.0, v), torch.zeros(2, 3), [0, 1], torch.ones(1, 2), projection="both")
     with pytest.raises(ValueError, match="2 uploads"):
         extract(lambda m, v: (0.0, v), torch.zeros(2, 3), [0, 1], torch.ones(1, 3))
+
+
+# ---- experts that may leave the hull -------------------------------------------------------------
+
+
+class Watched(Linear):
+    """Remembers which rows were seen with gradients and which without, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__(3, loss="square")
+        self.seen: dict[bool, set[int]] = {True: set(), False: set()}
+        self.rows = 0
+
+    def per_example_loss(self, outputs: Outputs, batch: Any) -> Tensor:
+        self.seen[torch.is_grad_enabled()] |= set(batch["row"].tolist())
+        self.rows += len(batch["row"])
+        return super().per_example_loss(outputs, batch)
+
+
+def public_rows(n: int, first: int, seed: int = 0) -> TinyRows:
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(n, 3, generator=g), torch.randn(n, 2, generator=g)
+    return TinyRows(x=x, y=y, label=torch.zeros(n), row=torch.arange(first, first + n))
+
+
+def public_losses(size: int, hold_out: float = 0.25, steps: int = 0) -> tuple[Watched, PublicLosses]:
+    """Two tasks of 12 and 8 public rows, numbered 0 to 11 and 12 to 19."""
+    model, rows = Watched(), [public_rows(12, 0), public_rows(8, 12, 1)]
+    g = torch.Generator().manual_seed(4)
+    like = {"lora_B.p": torch.zeros(2, 3)}
+    return model, PublicLosses(
+        model, {}, {}, like, rows, size=size, chunk=5, steps=steps, generator=g, hold_out=hold_out
+    )
+
+
+def row_numbers(rows: TinyRows) -> list[int]:
+    return list(rows.columns["row"].tolist())
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.99])
+def test_what_is_held_out_and_what_is_fitted_are_disjoint_and_complete(fraction: float) -> None:
+    for n in (2, 3, 12):
+        fit, held = split_rows(public_rows(n, 5), fraction, torch.Generator().manual_seed(0))
+        assert len(held) == min(max(1, round(fraction * n)), n - 1)  # neither part is ever empty
+        assert sorted(row_numbers(fit) + row_numbers(held)) == list(range(5, 5 + n))
+    drawn = {
+        tuple(row_numbers(split_rows(public_rows(12, 0), 0.25, torch.Generator().manual_seed(s))[1]))
+        for s in range(5)
+    }
+    assert len(drawn) > 1  # drawn, not the first rows
+    with pytest.raises(ValueError, match="got 1 public rows, needs at least 2; use hull = 'convex'"):
+        split_rows(public_rows(1, 0), 0.25, torch.Generator())
+
+
+@pytest.mark.parametrize("size", [0, 4])
+@pytest.mark.parametrize("hull", ["affine", "auto", "posterior"])
+def test_gradients_never_see_the_rows_that_choose(size: int, hull: str) -> None:
+    model, losses = public_losses(size, steps=2 + 6 * 3)
+    fitted = [row_numbers(part) for part in losses.fit]
+    held = [row_numbers(part) for part in losses.held]
+    assert [len(part) for part in held] == [3, 2]
+    pool = torch.randn(4, 6, generator=torch.Generator().manual_seed(5))
+    out = extract(
+        losses.gradient, pool, range(4), torch.full((2, 4), 0.25), steps=2, hull=hull,
+        held_out=losses.held_out, sizes=[len(part) for part in losses.fit], outside_steps=3,
+    )  # fmt: skip
+    assert model.seen[False] == {row for part in held for row in part}
+    assert model.seen[True] == {row for part in fitted for row in part}
+    assert not model.seen[True] & model.seen[False]
+    assert out.outside is not None
+    assert torch.equal(out.experts, out.outside.experts)
+    assert losses.examples == model.rows  # what a run reports as public examples
+
+
+def test_the_held_out_loss_is_the_mean_over_the_rows_held_out() -> None:
+    _, losses = public_losses(0)
+    vector = torch.arange(6.0) / 3
+    for m, part in enumerate(losses.held):
+        x, y = part.columns["x"], part.columns["y"]
+        assert losses.held_out(m, vector) == pytest.approx(
+            float(((x @ vector.view(2, 3).T - y) ** 2).sum() / len(part)), rel=1e-6
+        )
+    whole = public_losses(0, hold_out=0.0)[1]  # nothing held out: the same rows fit and choose
+    assert [row_numbers(part) for part in whole.held] == [row_numbers(part) for part in whole.fit]
+    assert whole.held_out(0, vector) == pytest.approx(whole.gradient(0, vector)[0], rel=1e-6)
+
+
+def test_a_convex_hull_gives_the_same_bits_whatever_the_new_arguments() -> None:
+    pool = torch.randn(4, 6, generator=torch.Generator().manual_seed(5))
+    outs = []
+    for more in (
+        {}, {"hull": "convex", "held_out": lambda m, theta: 1 / 0, "sizes": [1, 2], "outside_steps": 7}
+    ):  # fmt: skip
+        losses = public_losses(4, hold_out=0.0, steps=6)[1]
+        outs.append(extract(losses.gradient, pool, range(4), torch.full((2, 4), 0.25), steps=6, **more))
+    assert torch.equal(outs[0].omega, outs[1].omega)
+    assert torch.equal(outs[0].experts, outs[1].experts)
+    assert torch.equal(outs[0].losses, outs[1].losses)
+    assert outs[1].outside is None
+    assert torch.equal(outs[0].experts, outs[0].omega.to(pool.dtype) @ pool)
+
+
+def test_weights_and_contributions_stay_those_of_the_convex_program() -> None:
+    optima, pool, curvature = quadratic_tasks(2, torch.tensor([[0.7, 0.3], [0.3, 0.7], [0.5, 0.5]]))
+
+    def gradient(m: int, expert: Tensor) -> tuple[float, Tensor]:
+        error = expert - optima[m]
+        return float(error @ curvature @ error), 2 * curvature @ error
+
+    def solve(**more: Any) -> Any:
+        return extract(gradient, pool, range(3), torch.full((2, 3), 1 / 3), steps=40, **more)
+
+    convex = solve()
+    affine = solve(
+        hull="affine", held_out=lambda m, theta: gradient(m, theta)[0], sizes=[1000, 1000],
+        outside_steps=300,
+    )  # fmt: skip
+    assert torch.equal(convex.omega, affine.omega)
+    assert float((convex.experts - optima).norm(dim=1).min()) > 0.5
+    assert float((affine.experts - optima).norm(dim=1).max()) < 0.05  # optima lie outside the hull
+    assert affine.outside.chosen == ("affine 100", "affine 100")
+
+
+def test_hull_words_and_missing_parts_are_refused_in_one_line() -> None:
+    def attempt(**given: Any) -> str:
+        with pytest.raises(ValueError) as fault:
+            extract(lambda m, v: (0.0, v), torch.zeros(2, 3), [0, 1], torch.ones(1, 2), **given)
+        return str(fault.value)
+
+    words = "extract: hull is 'round', needs one of convex, affine, auto, posterior"
+    assert attempt(hull="round") == words
+    assert attempt(hull="affine") == "extract: hull 'affine' needs held_out and 1 sizes, got 0"
+    assert attempt(hull="auto", sizes=[3]) == "extract: hull 'auto' needs held_out and 1 sizes, got 1"
+    held = "extract: hull 'posterior' needs held_out and 1 sizes, got 2"
+    assert attempt(hull="posterior", held_out=lambda m, theta: 0.0, sizes=[3, 3]) == held

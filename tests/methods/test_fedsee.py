@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fedprism.methods import fedsee
-from fedprism.methods.lora_frames import align
 from fedprism.methods.fedsee import Config, assign
+from fedprism.methods.lora_frames import align
 from fedprism.models.interface import Bank
 from fedprism.protocol import Ask, Reply, payload_bytes
 from tests.tiny import Linear, drive, facts_of, mixed_clients

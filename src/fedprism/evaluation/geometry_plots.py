@@ -8,6 +8,7 @@ Reads run directories only; nothing is trained. Seeds are averaged where the pap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fedprism.storage import RunDirectory
 
 Array = NDArray[np.float64]
 Seeds = Mapping[int, Mapping[str, Any]]  # seed -> {"geometry", "routing", "calibration"}: the rounds' logs
+Value = tuple[float, float | None]  # mean, sd over seeds or None
 
 METHOD = "fedsee_geometry"
 ROUNDS = {"geometry": 3, "routing": 4, "calibration": 5}
@@ -35,7 +37,7 @@ FITS = {
 KINDS = ("pure", "edge", "interior")
 WEIGHTS = {"uniform": "fixed, uniform", "true": "fixed, true mixture", "learned": "learned router"}
 # DistilRoBERTa, three seeds: (value, sd over seeds or None). Table 5; Figure 7; Table 6; Figure 8.
-PUBLISHED: dict[str, tuple[float, float | None]] = {
+PUBLISHED: dict[str, Value] = {
     "residual affine": (0.444, 0.029), "residual hull": (0.444, 0.029), "residual true": (0.493, 0.023),
     "residual uniform": (0.579, 0.015), "residual shuffled": (0.650, 0.012),
     "coordinate_correlation": (0.814, 0.040), "coordinate_mae": (0.157, 0.017),
@@ -50,24 +52,73 @@ PUBLISHED: dict[str, tuple[float, float | None]] = {
 }  # fmt: skip
 
 
-def load_seeds(directory: str | Path) -> dict[int, dict[str, Any]]:
-    """Logs of the finished seeds of an experiment or of a single run: seed -> {"geometry", "routing",
-    "calibration"}. Raises FileNotFoundError where there is none."""
+# What each of them is, in the order of the table.
+LABELS = {
+    **{f"residual {fit}": f"residual, {label}" for fit, label in FITS.items()},
+    "coordinate_correlation": "hull weights against mixture, correlation",
+    "coordinate_mae": "hull weights against mixture, mean absolute error",
+    "edge_absent_mass": "hull weight on the absent task, edge clients",
+    **{f"{kind} {how}": f"cross-entropy, {kind} clients, {label}"
+       for kind in KINDS for how, label in WEIGHTS.items()},
+    **{f"{name} {target}": f"{label}, {target} target"
+       for name, label in (
+           ("mismatch", "usage mismatch, all clients"), ("cross_entropy", "cross-entropy, all clients"),
+           ("pure_correct_mass", "usage of the right expert, pure clients"),
+           ("edge_absent_mass", "usage of the absent expert, edge clients"))
+       for target in ("uniform", "mixture")},
+}  # fmt: skip
+# Orders as the runs' logs name them -> in words; one that is not here is shown as it stands in the log.
+ORDERS = {
+    "true < uniform < shuffled": "residual: true < uniform < shuffled mixture",
+    "hull - affine < .02": "residual: hull fit less than 0.02 above affine fit",
+    "edge: learned <= true <= uniform": "cross-entropy, edge clients: learned ≤ true ≤ uniform",
+    "interior: learned <= true <= uniform": "cross-entropy, interior clients: learned ≤ true ≤ uniform",
+    "mixture target closer than uniform": "usage mismatch: mixture target < uniform target",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. name: key of `PUBLISHED`. values: ours by seed, empty where the layout lacks the
+    quantity. ours: their mean and sd, None without values. published: the paper's, None where it has none."""
+
+    name: str
+    label: str
+    values: tuple[float, ...]
+    ours: Value | None
+    published: Value | None
+
+
+def finished_seeds(directory: str | Path) -> dict[int, dict[str, Any]]:
+    """Logs of the finished seeds of an experiment or of a single run, ascending: seed -> {"geometry",
+    "routing", "calibration"}. Empty where there is none.
+
+    directory: any path. A seed is finished when its summary is whole and the logs of its rounds are there."""
     root = Path(directory)
     folders = [root] if (root / "metrics.jsonl").is_file() else sorted(root.glob(f"{METHOD}/seed-*"))
     found = {}
     for folder in folders:
         run = RunDirectory(folder)
-        summary = run.read_json("summary.json") if run.complete else {}
+        try:
+            summary = run.read_json("summary.json") if run.complete else {}
+        except ValueError:  # cut short by an interruption
+            summary = {}
         if summary.get("method") == METHOD:
-            lines = run.read_metrics()
-            found[int(summary["seed"])] = {part: lines[k]["log"] for part, k in ROUNDS.items()}
+            logs = {line["round"]: line.get("log") for line in run.read_metrics()}
+            if all(logs.get(k) for k in ROUNDS.values()):
+                found[int(summary["seed"])] = {part: logs[k] for part, k in ROUNDS.items()}
+    return dict(sorted(found.items()))
+
+
+def load_seeds(directory: str | Path) -> dict[int, dict[str, Any]]:
+    """What `finished_seeds` gives. Raises FileNotFoundError where there is none."""
+    found = finished_seeds(directory)
     if not found:
         raise FileNotFoundError(
             f"geometry: {directory} holds no finished run of {METHOD}; run it first, or: fedprism resume "
             f"{directory}"
         )
-    return dict(sorted(found.items()))
+    return found
 
 
 def measured(seeds: Seeds) -> dict[str, list[float]]:
@@ -92,14 +143,15 @@ def _published_figures(seed: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _text(value: tuple[float, float | None] | None) -> str:
+def value_text(value: Value | None) -> str:
+    """A value as "0.444 ± 0.029", without the sd where there is none; "–" for None."""
     if value is None:
         return "–"
     mean, sd = value
-    return f"{mean:.3f}" + ("" if sd is None else f" ± {sd:.3f}")
+    return f"{mean:.3f}".replace("-", "−") + ("" if sd is None else f" ± {sd:.3f}")
 
 
-def _spread(values: Sequence[float] | None) -> tuple[float, float | None] | None:
+def _spread(values: Sequence[float] | None) -> Value | None:
     if not values:
         return None
     found = metrics.spread(values)
@@ -110,34 +162,38 @@ def _count(seeds: Seeds) -> str:
     return f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
 
 
+def table_rows(seeds: Seeds) -> list[Row]:
+    """Each published quantity, ours beside the paper's: Table 5, Figure 7, Table 6, Figure 8, in this order.
+
+    seeds: at least one, as `load_seeds` gives them. Ours: mean and sample sd over the seeds."""
+    ours = measured(seeds)
+    return [
+        Row(name, label, tuple(ours.get(name, ())), _spread(ours.get(name)), PUBLISHED.get(name))
+        for name, label in LABELS.items()
+    ]
+
+
+def orders(seeds: Seeds) -> dict[str, dict[int, bool]]:
+    """Which seed kept which order that the paper reports: order in words -> seed -> whether it holds. Orders
+    that a layout lacks (edge clients' without such clients) are left out."""
+    held: dict[str, dict[int, bool]] = {}
+    for seed, logs in seeds.items():
+        for log in logs.values():
+            for claim, holds in log["holds"].items():
+                held.setdefault(ORDERS.get(claim, claim), {})[seed] = bool(holds)
+    return held
+
+
 def geometry_table(directory: str | Path) -> str:
     """Markdown table: each published quantity, ours as mean ± sd over seeds, and the published value; then
     how many seeds kept each order that the paper reports. Raises FileNotFoundError like `load_seeds`."""
     seeds = load_seeds(directory)
-    ours = measured(seeds)
-    names = {f"residual {fit}": f"residual, {label}" for fit, label in FITS.items()}
-    names |= {"coordinate_correlation": "hull weights against mixture, correlation",
-              "coordinate_mae": "hull weights against mixture, mean absolute error",
-              "edge_absent_mass": "hull weight on the absent task, edge clients"}  # fmt: skip
-    names |= {f"{kind} {how}": f"cross-entropy, {kind} clients, {label}"
-              for kind in KINDS for how, label in WEIGHTS.items()}  # fmt: skip
-    what = {"mismatch": "usage mismatch, all clients", "cross_entropy": "cross-entropy, all clients",
-            "pure_correct_mass": "usage of the right expert, pure clients",
-            "edge_absent_mass": "usage of the absent expert, edge clients"}  # fmt: skip
-    names |= {f"{name} {target}": f"{label}, {target} target"
-              for name, label in what.items() for target in ("uniform", "mixture")}  # fmt: skip
     lines = [f"| quantity | ours ({_count(seeds)}) | published |", "| --- | ---: | ---: |"]
     lines += [
-        f"| {label} | {_text(_spread(ours.get(name)))} | {_text(PUBLISHED.get(name))} |"
-        for name, label in names.items()
+        f"| {row.label} | {value_text(row.ours)} | {value_text(row.published)} |" for row in table_rows(seeds)
     ]
-    held: dict[str, list[bool]] = {}
-    for seed in seeds.values():
-        for log in seed.values():
-            for claim, holds in log["holds"].items():
-                held.setdefault(claim, []).append(bool(holds))
     lines += ["", "| order | seeds that keep it |", "| --- | ---: |"]
-    lines += [f"| {claim} | {sum(kept)} of {len(kept)} |" for claim, kept in held.items()]
+    lines += [f"| {claim} | {sum(kept.values())} of {len(kept)} |" for claim, kept in orders(seeds).items()]
     return "\n".join(lines) + "\n"
 
 
@@ -184,9 +240,7 @@ def plane(seeds: Seeds) -> Figure | None:
     return figure
 
 
-def _bars(
-    ax: Any, x: Array, values: Sequence[tuple[float, float | None]], width: float, **style: Any
-) -> None:
+def _bars(ax: Any, x: Array, values: Sequence[Value], width: float, **style: Any) -> None:
     spread = [sd or 0.0 for _, sd in values]
     ax.bar(x, [mean for mean, _ in values], width, yerr=spread if any(spread) else None, zorder=2,
            error_kw={"elinewidth": 1, "capsize": 2, "ecolor": INK}, **style)  # fmt: skip
@@ -244,7 +298,7 @@ def coordinates(seeds: Seeds) -> Figure:
         handle.set_alpha(1.0)
     names = {"coordinate_correlation": "correlation", "coordinate_mae": "mean absolute error",
              "edge_absent_mass": "weight on the absent task\nof edge clients"}  # fmt: skip
-    lines = [f"{label}:\n  {_text(_spread(ours.get(name)))}  (published {_text(PUBLISHED[name])})"
+    lines = [f"{label}:\n  {value_text(_spread(ours.get(name)))}  (published {value_text(PUBLISHED[name])})"
              for name, label in names.items()]  # fmt: skip
     lines.append("dashes: means")
     side.text(0, 0, "\n".join(lines), transform=side.transAxes, fontsize=8.5, va="bottom", linespacing=1.5)
@@ -286,22 +340,26 @@ def routing(seeds: Seeds) -> Figure:
     return figure
 
 
-def save_geometry(directory: str | Path, out: str | Path) -> list[Path]:
-    """Draw all figures of an experiment's finished seeds as PNG and SVG under `out` (made if missing).
-
-    directory: an experiment or a run of `fedsee_geometry`. Returns the paths written: "geometry_plane" (three
-    tasks only), "geometry_residuals", "geometry_coordinates", "geometry_routing". Raises FileNotFoundError
-    where no seed is finished."""
-    seeds = load_seeds(directory)
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+def figures(seeds: Seeds) -> dict[str, Figure]:
+    """All figures by file name without ending: "geometry_plane" (three tasks only), "geometry_residuals",
+    "geometry_coordinates", "geometry_routing". seeds: at least one, as `load_seeds` gives them."""
     with matplotlib.rc_context(STYLE):
         drawn = {"plane": plane(seeds), "residuals": residual_bars(seeds), "coordinates": coordinates(seeds),
                  "routing": routing(seeds)}  # fmt: skip
-        for name, figure in drawn.items():
-            if figure is not None:
-                for kind in ("png", "svg"):
-                    written.append(folder / f"geometry_{name}.{kind}")
-                    save(figure, written[-1], kind)
+    return {f"geometry_{name}": figure for name, figure in drawn.items() if figure is not None}
+
+
+def save_geometry(directory: str | Path, out: str | Path) -> list[Path]:
+    """Draw all `figures` of an experiment's finished seeds as PNG and SVG under `out` (made if missing).
+
+    directory: an experiment or a run of `fedsee_geometry`. Returns the paths written. Raises
+    FileNotFoundError where no seed is finished."""
+    drawn = figures(load_seeds(directory))
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in drawn.items():
+        for kind in ("png", "svg"):
+            written.append(folder / f"{name}.{kind}")
+            save(figure, written[-1], kind)
     return written

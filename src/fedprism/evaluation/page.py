@@ -143,6 +143,7 @@ below: <a href="#incomplete">how far {{ "they" if n_incomplete != 1 else "it" }}
 {{ link(mixture, "mixtures", "Estimated mixtures") }}
 {{ link("public_losses" in pictures, "losses", "Table of public losses") }}
 {{ link("expert_usage" in pictures, "usage", "Expert usage") }}
+{{ link(geometry, "geometry", "Geometry") }}
 {{ link(costs, "costs", "Communication and time") }}
 {{ link(published, "published", "Published values") }}
 {{ link(federations, "federation", "The federation") }}
@@ -285,6 +286,54 @@ Mean over seeds.
 {% endif %}
 </p>
 {{ picture("expert_usage", "Mean expert usage by task, projection and expert") }}
+</section>
+{% endif %}
+
+{% if geometry %}
+<section id="geometry">
+<h2>Geometry</h2>
+<p class="how"><b>How to read this.</b> One <b>expert</b> per task was trained on that task's rows of all
+clients, and one <b>adapter</b> per client on the client's own rows, all from the same start. The question is
+whether a client whose data mix the tasks ends at the same mix of the experts. <b>Pure</b> clients hold one
+task, <b>edge</b> clients several, <b>interior</b> clients all.
+{% if geometry.source %}
+The runs are those of {{ geometry.source }}.
+{% endif %}
+</p>
+{% if "geometry_plane" in pictures %}
+<p class="how">A panel is one layer, seen in the plane of its three experts, the corners of the triangle. A
+marker is a client's adapter, its cross the place where the client's mixture of tasks would put it; the
+shorter the line between them, the better the mixture explains the adapter. What an adapter has outside this
+plane is not in the picture; it is in the residuals.
+{% if geometry.several %}
+Mean over seeds.
+{% endif %}
+</p>
+{{ picture("geometry_plane", "Adapters and mixtures in the plane of the experts, one panel per layer") }}
+{% endif %}
+<p class="how">A <b>residual</b> is the distance from an adapter to a weighted mean of the experts, in units
+of the largest distance between two experts; bars are medians over clients and layers, and 0 would be a
+perfect fit. The affine and the hull fit choose the best weights for each adapter, so no other bar can be
+lower: the hull fit takes shares, the affine fit also negative weights. The true mixture should come close to
+them, and stay below the two controls: equal weights, and the mixture with its shares moved on to other
+tasks.</p>
+{{ picture("geometry_residuals", "Residuals of five fits, ours and published") }}
+<p class="how">The weights of the hull fit against the tasks' true shares in the client's data: dots on the
+diagonal are exact. For tasks that a client lacks the weight should be near 0.</p>
+{{ picture("geometry_coordinates", "Weights of the hull fit against true shares") }}
+<p class="how">Left: validation cross-entropy of the experts under fixed weights and under a router that the
+client trained; lower is better. Right: a router is trained towards equal use of the experts or towards the
+client's mixture, and the <b>mismatch</b> is how far its mean use ends from that mixture: from 0 (equal) to 2
+(nothing in common).</p>
+{{ picture("geometry_routing", "Cross-entropy by weights, and usage mismatch by target") }}
+<p class="how">All numbers beside the published ones.
+{% if geometry.several %}
+Small numbers are sample standard deviations over seeds; point at a cell for the single seeds.
+{% endif %}
+Backbone, data and steps may differ from the published setting, so compare orders rather than levels; whether
+each seed keeps the orders that the paper reports stands below.</p>
+{{ grid(geometry.table) }}
+{{ grid(geometry.orders) }}
 </section>
 {% endif %}
 

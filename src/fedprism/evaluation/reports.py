@@ -674,6 +674,8 @@ def _mixtures(entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _level(targets: Mapping[str, Any], experiment: Experiment) -> str | None:
     """The column of a table by heterogeneity ("alpha_0.1") that fits the experiment, None without one."""
+    if experiment.get("partition") == "given":  # mixtures written out; alpha is there and means nothing
+        return None
     alpha = 0.0 if experiment.get("partition") == "pure" else experiment.get("alpha")
     if alpha is None:
         return None
@@ -812,14 +814,54 @@ def _versions(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return _grid(["name", "version", ""], rows, {0: "name", 1: "text", 2: "text"}) if rows else None
 
 
-def _pictures(experiment: Experiment, figures_dir: Path | None) -> dict[str, list[dict[str, str]]]:
+def _geometry_seeds(dirs: Sequence[str | Path]) -> tuple[Path | None, Mapping[int, Mapping[str, Any]]]:
+    """The first directory with finished geometry diagnostics, and its seeds' logs; (None, {}) without."""
+    from fedprism.evaluation import geometry_plots
+
+    for folder in dirs:
+        if seeds := geometry_plots.finished_seeds(folder):
+            return Path(folder), seeds
+    return None, {}
+
+
+def _geometry(seeds: Mapping[int, Mapping[str, Any]], source: str | None) -> dict[str, Any] | None:
+    """The tables of the geometry diagnostics: quantities beside the published ones, orders by seed; None
+    without seeds. source: where they are from, None where that is plain."""
+    from fedprism.evaluation import geometry_plots
+
+    if not seeds:
+        return None
+    rows: list[list[Any]] = []
+    for row in geometry_plots.table_rows(seeds):
+        each = ", ".join(geometry_plots.value_text((value, None)) for value in row.values)
+        ours = _cell(geometry_plots.value_text(row.ours), tip=each if len(row.values) > 1 else "")
+        rows.append([row.label, ours, geometry_plots.value_text(row.published)])
+    held = []
+    for claim, kept in geometry_plots.orders(seeds).items():
+        answers = [_cell(*{True: ("yes", "up"), False: ("no", "down"), None: ("–",)}[kept.get(seed)])
+                   for seed in seeds]  # fmt: skip
+        held.append([claim, *answers, f"{sum(kept.values())} of {len(kept)}"])
+    titles = ["order", *(f"seed {seed}" for seed in seeds), "kept"]
+    return {
+        "source": source,
+        "several": len(seeds) > 1,
+        "table": _grid(["quantity", "ours", "published"], rows, {0: "name"}),
+        "orders": _grid(titles, held, {0: "name", len(titles) - 1: "part"}),
+    }
+
+
+def _pictures(
+    experiment: Experiment, seeds: Mapping[int, Mapping[str, Any]], figures_dir: Path | None
+) -> dict[str, list[dict[str, str]]]:
     """Figures by kind, each as a data address with a title; several methods of a kind follow each other.
 
-    figures_dir: where they are saved as files too."""
+    seeds: logs of the geometry diagnostics, or empty. figures_dir: where figures are saved as files too."""
     # Imported here: tables in the terminal need neither matplotlib nor jinja2.
-    from fedprism.evaluation import plots
+    from fedprism.evaluation import geometry_plots, plots
 
     drawn = plots.figures(experiment)
+    if seeds:
+        drawn |= geometry_plots.figures(seeds)
     if figures_dir is not None:
         plots.draw_all(experiment, figures_dir, drawn)
     result: dict[str, list[dict[str, str]]] = {}
@@ -843,6 +885,7 @@ def write_report(
     """Write a self-contained HTML report on one or several experiment or run directories.
 
     dirs: directories (or summary files) that `load_experiment` reads; several are compared in common tables.
+    The geometry diagnostics shown are those of the first directory that has finished ones.
     out_file: the page, replaced if it exists. targets: published values (`load_targets`) shown beside ours.
     reference: the method that differences refer to, default fedsee or the first. figures_dir: a folder for
     the figures as PNG and SVG files, None for none. Returns out_file.
@@ -857,6 +900,7 @@ def write_report(
     entries = metrics.summarise_runs(runs)
     compared = _pick_reference(experiment, reference)  # None with a single method
     federations = _federations(everything)
+    where, seeds = _geometry_seeds(dirs)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -879,7 +923,8 @@ def write_report(
         negative=_negative(runs),
         n_incomplete=len(stopped),
         incomplete=_stopped(stopped),
-        pictures=_pictures(experiment, None if figures_dir is None else Path(figures_dir)),
+        pictures=_pictures(experiment, seeds, None if figures_dir is None else Path(figures_dir)),
+        geometry=_geometry(seeds, str(where) if len(dirs) > 1 else None),
         client_tables=_clients(runs),
         mixture=_mixtures(entries),
         costs=_costs(entries, runs) if entries else None,

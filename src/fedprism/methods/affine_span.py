@@ -131,7 +131,7 @@ def posterior(uploads: Floats, public: PublicMoments, centre: Floats) -> Posteri
     directions = (size[:q, None] * axes[:q] / np.sqrt(N)).reshape(q, l, r)
     observed = public.C @ Q / s  # (l, k)
     gap = (observed - centre @ Q).reshape(-1)
-    D = (directions @ Q).reshape(q, -1)
+    D = (directions @ Q).reshape(q, l * k)
     residual = max(public.n * (public.energy - float((observed**2 * s).sum())), 0.0)
     freedom = (public.n - k) * l  # of the residual, which tells the noise
     unit = np.broadcast_to(1.0 / (public.n * s), (l, k)).reshape(-1)
@@ -151,13 +151,14 @@ def posterior(uploads: Floats, public: PublicMoments, centre: Floats) -> Posteri
 
     level = residual / freedom if freedom else 0.1 * public.energy / l
     first = np.log(max(level, 1e-12 * max(public.energy, 1e-300)))
-    # the scale of e: from nothing to the size of the uploads themselves
+    # the scale of e: from nothing to the size of the uploads, or of what they leave open if that is more
     entry = np.log(max(float((uploads**2).mean()), 1e-300))
-    bounds = [(first - 3.0, first + 3.0), (-14.0, 8.0), (entry - 20.0, entry + 4.0)]
+    top = max(entry + 4.0, np.log(max(float((gap**2).max(initial=0.0)), 1e-300)))
+    bounds = [(first - 3.0, first + 3.0), (-14.0, 8.0), (entry - 20.0, top)]
     grid = [
         np.array([first, t, entry + e])
         for t in (-4.0, -1.0, 2.0, 5.0)
-        for e in (-16.0, -12.0, -8.0, -4.0, 0.0)
+        for e in np.arange(-16.0, top - entry, 4.0)
     ]
     start = min(grid, key=lambda logs: solve(logs)[0])  # the evidence may have several maxima
     best = minimize(lambda logs: solve(logs)[0], start, method="L-BFGS-B", bounds=bounds)
