@@ -1,4 +1,4 @@
-"""A word-splitting tokenizer and small task folders for the data tests."""
+"""A word-splitting tokenizer, small task folders and small image files for the data tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from numpy.typing import NDArray
 
 
 class WordTokenizer:
@@ -78,3 +80,64 @@ def folder(tmp_path: Path) -> Path:
     for name in ("red", "green", "blue"):
         write_task(tmp_path, name, small_task(name, pair=name == "red"))
     return tmp_path
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+def encode_residual(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(3, n, h, w) residuals of RGB images: differences along rows and columns of G, R-G and B-G, modulo
+    256."""
+    red, green, blue = (images[..., k].astype(np.int64) for k in range(3))
+    planes = np.stack([green, red - green, blue - green])
+    down = np.diff(planes, axis=-2, prepend=0)
+    return (np.diff(down, axis=-1, prepend=0) % 256).astype(np.uint8)
+
+
+def write_images(
+    folder: Path, n_train: int = 420, n_test: int = 180, seed: int = 0
+) -> dict[str, NDArray[np.uint8]]:
+    """A `fashion_mnist.npz` of random 28x28 images; labels are the row modulo 10."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for part, n in (("train", n_train), ("test", n_test)):
+        arrays[f"x_{part}"] = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        arrays[f"y_{part}"] = (np.arange(n) % 10).astype(np.uint8)
+    np.savez(folder / "fashion_mnist.npz", **arrays)
+    return arrays
+
+
+def write_cifar100(folder: Path, n_train: int = 200, n_test: int = 100) -> dict[str, NDArray[np.uint8]]:
+    """`cifar100_train.npz` and `cifar100_test.npz`; the fine label is the row modulo 100, its superclass that
+    modulo 20."""
+    rng = np.random.default_rng(1)
+    arrays = {}
+    for part, n in (("train", n_train), ("test", n_test)):
+        images = rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8)
+        fine = (np.arange(n) % 100).astype(np.uint8)
+        arrays |= {f"x_{part}": images, f"fine_{part}": fine}
+        np.savez(
+            folder / f"cifar100_{part}.npz",
+            residual=encode_residual(images),
+            y=fine,
+            class_names=np.array([f"fine {k}" for k in range(100)]),
+            fine_to_coarse=(np.arange(100) % 20).astype(np.uint8),
+        )
+    return arrays
+
+
+@pytest.fixture
+def encode() -> Callable[..., NDArray[np.uint8]]:
+    return encode_residual
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> dict[str, NDArray[np.uint8]]:
+    """600 random grey images in `tmp_path`; see `write_images`."""
+    return write_images(tmp_path)
+
+
+@pytest.fixture
+def cifar100(tmp_path: Path) -> dict[str, NDArray[np.uint8]]:
+    """300 random colour images in `tmp_path`; see `write_cifar100`."""
+    return write_cifar100(tmp_path)

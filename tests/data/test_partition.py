@@ -195,3 +195,54 @@ def test_mixtures_with_another_partition_are_refused() -> None:
                 kind, [9, 9], 2, alpha=1.0, threshold=0.0, mixtures=[[1, 0], [0, 1]],
                 rng=np.random.default_rng(0),
             )  # fmt: skip
+
+
+# ---- by class ------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_class_are_cut_once_and_completely() -> None:
+    label = np.arange(503) % 7
+    parts = p.dirichlet_by_class(label, 5, 0.8, np.random.default_rng(0), min_examples=20)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(503))
+    assert min(map(len, parts)) >= 20 and all((np.diff(part) > 0).all() for part in parts)
+
+
+def test_rows_of_a_class_are_shuffled_before_they_are_cut() -> None:
+    first, second = p.dirichlet_by_class(
+        np.zeros(1000, dtype=np.int64), 2, 50.0, np.random.default_rng(0), min_examples=300
+    )
+    # Means of random rows out of 0..999 lie near 499.5, each within 5 standard errors of at most 17.
+    assert abs(first.mean() - 499.5) < 85 and abs(second.mean() - 499.5) < 85
+
+
+def test_shares_of_a_class_follow_the_dirichlet_law() -> None:
+    # Dir(1, 1, 1, 1): mean 1/4, variance (1/4)(3/4)/(4 + 1) = 0.0375 of each client's share of a class.
+    label = np.repeat(np.arange(400), 100)
+    parts = p.dirichlet_by_class(label, 4, 1.0, np.random.default_rng(1))
+    shares = np.stack([np.bincount(label[part], minlength=400) for part in parts]) / 100
+    assert np.abs(shares.mean(1) - 0.25).max() < 0.04  # standard error 0.0097
+    assert np.abs(shares.var(1) - 0.0375).max() < 0.01
+    again = p.dirichlet_by_class(label, 4, 1.0, np.random.default_rng(1))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_a_partition_is_drawn_anew_until_every_client_has_enough() -> None:
+    label = np.repeat([0, 1], 100)
+    first = p.dirichlet_by_class(label, 4, 0.5, np.random.default_rng(4))
+    redrawn = p.dirichlet_by_class(label, 4, 0.5, np.random.default_rng(4), min_examples=30)
+    assert min(map(len, first)) < 30 <= min(map(len, redrawn))
+    with pytest.raises(ValueError, match=r"in the last of 100 draws, needs 50 \(alpha_inter=0.5, 4 clients"):
+        p.dirichlet_by_class(label, 4, 0.5, np.random.default_rng(4), min_examples=50)
+    with pytest.raises(ValueError, match="got 0 clients"):
+        p.dirichlet_by_class(label, 0, 0.5, np.random.default_rng(4))
+
+
+def test_components_are_random_rows_in_the_drawn_sizes() -> None:
+    component, pi = p.dirichlet_components(1000, 2, 2.0, np.random.default_rng(0))
+    assert abs((component == 1).sum() - 1000 * pi[1]) <= 0.5
+    halves = [(component[a:b] == 1).mean() for a, b in ((0, 500), (500, 1000))]
+    assert abs(halves[0] - halves[1]) < 0.13  # four standard errors of two random halves
+    # Dir(2, 2): mean 1/2, variance (1/4)/(4 + 1) = 0.05.
+    rng = np.random.default_rng(1)
+    shares = np.array([p.dirichlet_components(10, 2, 2.0, rng)[1][0] for _ in range(2000)])
+    assert abs(shares.mean() - 0.5) < 0.02 and abs(shares.var() - 0.05) < 0.006

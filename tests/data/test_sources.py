@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from fedprism.data.sources import DATASETS, SPLITS, dataset_root, load_text_task
+from fedprism.data.sources import SPLITS, TEXT_TASKS, dataset_root, load_text_task
 
 
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("name", TEXT_TASKS)
 def test_shipped_file_is_what_the_table_says(name: str) -> None:
-    source, task = DATASETS[name], load_text_task(name)
+    source, task = TEXT_TASKS[name], load_text_task(name)
     assert (dataset_root() / source.file).stat().st_size == source.bytes
     assert {split: len(task.positions(split)) for split in SPLITS} == source.splits
     assert len(task) == source.rows and task.n_classes == len(source.labels)
@@ -26,11 +26,11 @@ def test_shipped_file_is_what_the_table_says(name: str) -> None:
 
 def test_table_can_be_listed_and_marks_non_commercial_files() -> None:
     readme = (dataset_root() / "README.md").read_text()
-    for source in DATASETS.values():
+    for source in TEXT_TASKS.values():
         assert source.what and source.licence and source.rows > 0
         assert f"{source.sha256}  {source.file}" in readme
     for name in ("wic", "qqp"):
-        assert not DATASETS[name].commercial
+        assert not TEXT_TASKS[name].commercial
         note = (dataset_root() / f"{name}.LICENSE.md").read_text()
         assert "NON-COMMERCIAL. This file is outside the project's Apache-2.0 licence" in note
 

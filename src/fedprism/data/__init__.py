@@ -1,7 +1,31 @@
 """Data sets, partitions and federations."""
 
+from fedprism.data.arrays import ArrayRows, ImageRows, TableRows
+from fedprism.data.catalogue import DATASETS
 from fedprism.data.federation import Federation, build_text_federation
-from fedprism.data.sources import DATASETS, dataset_root, load_text_task
+from fedprism.data.image_federation import (
+    ArrayFederation,
+    Preview,
+    build_image_federation,
+    build_natural_federation,
+    preview,
+)
+from fedprism.data.sources import dataset_root, load_text_task
 from fedprism.data.text import Rows
 
-__all__ = ["DATASETS", "Federation", "Rows", "build_text_federation", "dataset_root", "load_text_task"]
+__all__ = [
+    "DATASETS",
+    "ArrayFederation",
+    "ArrayRows",
+    "Federation",
+    "ImageRows",
+    "Preview",
+    "Rows",
+    "TableRows",
+    "build_image_federation",
+    "build_natural_federation",
+    "build_text_federation",
+    "dataset_root",
+    "load_text_task",
+    "preview",
+]

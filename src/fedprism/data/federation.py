@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ from fedprism.data.sources import TextTask, load_text_task
 from fedprism.data.text import Rows, tokenize
 
 CLIENT_SPLITS = ("train", "validation", "test")
+
+
+class HashedRows(Protocol):
+    """Rows as a fingerprint sees them."""
+
+    @property
+    def columns(self) -> Mapping[str, torch.Tensor]: ...
+
+    def __len__(self) -> int: ...
+
+    def content_hash(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,17 +61,9 @@ class Federation:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of task names and, per client, split and public set, of row ids, labels and content.
         Equal federations have equal fingerprints in every process."""
-        digest = hashlib.sha256()
-        digest.update(json.dumps(["fedprism federation 1", self.tasks, self.n_classes]).encode())
+        header = ["fedprism federation 1", self.tasks, self.n_classes]
         holders = [(f"client {i}", client) for i, client in enumerate(self.clients)]
-        for holder, splits in [*holders, ("public", self.public)]:
-            for split in sorted(splits):
-                rows = splits[split]
-                digest.update(json.dumps([holder, split, len(rows), sorted(rows.columns)]).encode())
-                for column in sorted(rows.columns):
-                    digest.update(rows.columns[column].numpy().tobytes())
-                digest.update(rows.content_hash().encode())
-        return digest.hexdigest()
+        return fingerprint_rows(header, [*holders, ("public", self.public)])
 
     @cached_property
     def counts(self) -> Counts:
@@ -129,7 +132,7 @@ def build_text_federation(
     public = [_subsample(task, ("public",), public_per_task, seed) for task in own]
     public += [_subsample(task, ("train", "public", "validation"), public_per_task, seed) for task in others]
     sizes = [len(rows) for rows in supply]
-    rng = _rng(seed, "partition")
+    rng = rng_for(seed, "partition")
     part = make_partition(
         partition, sizes, clients, alpha=alpha, threshold=threshold, mixtures=mixtures, rng=rng
     )
@@ -138,7 +141,9 @@ def build_text_federation(
     test_supply = [task.positions("test") for task in own]
     test_counts = matched_counts(part.counts, test_per_client)
     _check_test(test_counts, test_supply, own)
-    test_deal, reused = deal_with_reuse(test_counts, [len(rows) for rows in test_supply], _rng(seed, "test"))
+    test_deal, reused = deal_with_reuse(
+        test_counts, [len(rows) for rows in test_supply], rng_for(seed, "test")
+    )
 
     everything = own + others
     offsets = np.cumsum([0, *(len(task) for task in everything)])
@@ -147,7 +152,7 @@ def build_text_federation(
         got: dict[str, list[NDArray[np.int64]]] = {split: [] for split in CLIENT_SPLITS}
         for m, task in enumerate(own):
             mine = supply[m][part.deal[i][m]] + offsets[m]
-            order = _rng(seed, "validation", i, task.name).permutation(len(mine))
+            order = rng_for(seed, "validation", i, task.name).permutation(len(mine))
             got["validation"].append(mine[np.sort(order[: held_out[i, m]])])
             got["train"].append(mine[np.sort(order[held_out[i, m] :])])
             got["test"].append(test_supply[m][test_deal[i][m]] + offsets[m])
@@ -188,8 +193,25 @@ def build_text_federation(
     )
 
 
-def _rng(seed: int, *purpose: str | int) -> np.random.Generator:
-    """A stream of its own for each purpose, the same in every process."""
+def fingerprint_rows(header: Sequence[Any], holders: Sequence[tuple[str, Mapping[str, HashedRows]]]) -> str:
+    """SHA-256 (hex) of a JSON-ready header and, per holder and split, of the rows' number, columns and
+    content.
+
+    holders: name and splits of each, in order."""
+    digest = hashlib.sha256()
+    digest.update(json.dumps(header).encode())
+    for holder, splits in holders:
+        for split in sorted(splits):
+            rows = splits[split]
+            digest.update(json.dumps([holder, split, len(rows), sorted(rows.columns)]).encode())
+            for column in sorted(rows.columns):
+                digest.update(rows.columns[column].numpy().tobytes())
+            digest.update(rows.content_hash().encode())
+    return digest.hexdigest()
+
+
+def rng_for(seed: int, *purpose: str | int) -> np.random.Generator:
+    """A stream of its own for each purpose, the same in every process. seed: >= 0."""
     name = "\x1f".join(map(str, (seed, *purpose)))
     return np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big"))
 
@@ -199,7 +221,7 @@ def _subsample(task: TextTask, splits: tuple[str, ...], n: int | None, seed: int
     rows = task.positions(*splits)
     if n is None or n >= len(rows):
         return rows
-    return np.sort(_rng(seed, "subsample", *splits, task.name).permutation(rows)[:n])
+    return np.sort(rng_for(seed, "subsample", *splits, task.name).permutation(rows)[:n])
 
 
 def _tokenized(

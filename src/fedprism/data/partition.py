@@ -1,11 +1,12 @@
-"""Deal task rows to clients by mixtures: the pure end, Dirichlet, given ones, supply (FedSEE spec 7).
+"""Deal task rows to clients by mixtures (FedSEE spec 7), and rows of a class by Dirichlet shares (FedSPM
+spec 6).
 
 Everything here is NumPy on counts and positions; no text, label or model is seen. Randomness comes from the
 generator that is passed in. N is the number of clients, M the number of tasks.
 
 *Choices where the source is silent.* A threshold of 1/M or more could empty a client and is refused. In the
-supply step a cell within 1e-9 below a whole number counts as that number, so rounding noise costs no row. The
-threshold tames random draws; mixtures that were written down on purpose are dealt as they are.
+supply step a cell within 1e-9 below a whole number counts as that number, so rounding noise costs no row.
+The threshold tames random draws; mixtures that were written down on purpose are dealt as they are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Counts = NDArray[np.int64]
 Deal = tuple[tuple[Counts, ...], ...]  # [client][task] -> positions
 
 PARTITIONS = ("dirichlet", "pure", "given")
+DRAWS = 100  # attempts at a partition by class in which every client is large enough
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +245,59 @@ def deal_with_reuse(counts: Counts, supplies: Sequence[int], rng: np.random.Gene
             ]
         )
     return tuple(zip(*columns, strict=True)), np.maximum(counts.sum(0) - np.asarray(supplies), 0)
+
+
+def dirichlet_by_class(
+    label: NDArray[np.int64],
+    n_clients: int,
+    alpha: float,
+    rng: np.random.Generator,
+    *,
+    min_examples: int = 1,
+) -> list[NDArray[np.int64]]:
+    """Per client ascending positions, disjoint and together all (FedSPM spec 6, item 2).
+
+    Each class's shuffled rows are cut in shares drawn from Dir(alpha, ..., alpha) over the clients; all is
+    drawn anew, at most 100 times, while a client has fewer than min_examples rows. label: (n,) classes.
+    Raises ValueError for alpha <= 0, no clients, or a client that stays too small."""
+    if n_clients < 1:
+        raise ValueError(f"partition: got {n_clients} clients, needs at least 1; correct data.clients")
+    _check_concentration("alpha_inter", alpha)
+    rows = [np.flatnonzero(label == k) for k in np.unique(label)]
+    sizes = np.zeros(n_clients, dtype=np.int64)
+    for _ in range(DRAWS):
+        parts: list[list[NDArray[np.int64]]] = [[] for _ in range(n_clients)]
+        for positions in rows:
+            shares = rng.dirichlet(np.full(n_clients, float(alpha)))
+            cuts = np.rint(shares.cumsum()[:-1] * len(positions)).astype(np.int64)
+            for part, piece in zip(parts, np.split(rng.permutation(positions), cuts), strict=True):
+                part.append(piece)
+        sizes = np.asarray([sum(map(len, part)) for part in parts])
+        if sizes.min() >= min_examples:
+            return [np.sort(np.concatenate(part)).astype(np.int64) for part in parts]
+    raise ValueError(
+        f"partition: client {int(sizes.argmin())} got {sizes.min()} examples in the last of {DRAWS} draws, "
+        f"needs {min_examples} (alpha_inter={alpha}, {n_clients} clients, {len(label)} examples); raise "
+        "data.alpha_inter or lower data.min_examples or data.clients"
+    )
+
+
+def dirichlet_components(
+    n: int, n_components: int, alpha: float, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], Floats]:
+    """Components of one client's n rows: (n,) int64 in 0..C-1 at random, of sizes pi n rounded, and the drawn
+    pi, (C,) from Dir(alpha, ..., alpha) (FedSPM spec 6, item 3). Raises ValueError for alpha <= 0."""
+    _check_concentration("alpha_intra", alpha)
+    pi = rng.dirichlet(np.full(n_components, float(alpha)))
+    ends = np.rint(pi.cumsum() * n).astype(np.int64)
+    ends[-1] = n
+    component = np.repeat(np.arange(n_components), np.diff(ends, prepend=0))
+    return rng.permutation(component).astype(np.int64), pi
+
+
+def _check_concentration(name: str, alpha: float) -> None:
+    if not (np.isfinite(alpha) and alpha > 0):
+        raise ValueError(f"partition: {name} is {alpha}, must be > 0 and finite; correct data.{name}")
 
 
 def _check_sizes(n_clients: int, n_tasks: int) -> None:

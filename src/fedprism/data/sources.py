@@ -2,7 +2,7 @@
 
 A task is one file `<task>.parquet` or `<task>.csv` with the columns `text_a`, `text_b` (absent or empty for
 single-sentence tasks), `label` (0..K-1) and `split` (`train`, `public`, `validation`, `test`). The shipped
-tasks are listed in `DATASETS`; a user's own tasks are files of the same form in a folder of their own.
+tasks are listed in `TEXT_TASKS`; a user's own tasks are files of the same form in a folder of their own.
 Everything that is read is checked here, so that later code can rely on it.
 """
 
@@ -62,7 +62,7 @@ def _splits(train: int, public: int, validation: int, test: int) -> dict[str, in
     return dict(zip(SPLITS, (train, public, validation, test), strict=True))
 
 
-DATASETS: dict[str, TextSource] = {
+TEXT_TASKS: dict[str, TextSource] = {
     source.name: source
     for source in (
         TextSource(
@@ -208,7 +208,7 @@ def dataset_root() -> Path:
     package = Path(__file__).resolve().parents[1]
     places = (package.parents[1] / "datasets", package / "_datasets")
     for place in places:
-        if any((place / source.file).is_file() for source in DATASETS.values()):
+        if any((place / source.file).is_file() for source in TEXT_TASKS.values()):
             return place
     raise FileNotFoundError(
         f"data: no data sets in {' or '.join(map(str, places))}; set {ENVIRONMENT_VARIABLE} or data.root to "
@@ -223,15 +223,15 @@ def load_text_task(
 
     name: task name, the file's stem. root: folder with `<name>.parquet` or `<name>.csv`; None or "" for the
     shipped data sets, whose checksums are verified. needs: splits that must not be empty. Returns the task.
-    A task of `DATASETS` keeps its classes under any root; another task has the classes 0..K-1 that its rows
+    A task of `TEXT_TASKS` keeps its classes under any root; another task has the classes 0..K-1 that its rows
     outside `test` show. Raises FileNotFoundError for a missing folder or file, ValueError for a file that
     cannot be read, a wrong checksum, wrong columns or types, an unknown or empty split, or a label outside
     its classes."""
     shipped = root is None or str(root) == ""
     path = _find(name, dataset_root() if shipped else Path(str(root)).expanduser())
-    known = DATASETS.get(name)
+    known = TEXT_TASKS.get(name)
     if shipped and known is not None:
-        _verify(path, known)
+        verify_checksum(path, known.sha256)
     table = _read(path)
     pair, turns_on_word = (known.pair, known.word) if known else (False, False)
     required = ("text_a", *("text_b",) * pair, "label", "split", *("word",) * turns_on_word)
@@ -275,14 +275,15 @@ def _find(name: str, root: Path) -> Path:
 
 
 def _ours() -> str:
-    return f"the shipped tasks ({', '.join(DATASETS)})"
+    return f"the shipped tasks ({', '.join(TEXT_TASKS)})"
 
 
-def _verify(path: Path, known: TextSource) -> None:
+def verify_checksum(path: Path, sha256: str) -> None:
+    """Raises ValueError where the file is not the shipped one, whose SHA-256 (hex) is given."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest != known.sha256:
+    if digest != sha256:
         raise ValueError(
-            f"data: {path.name} has SHA-256 {digest[:12]}..., the shipped file has {known.sha256[:12]}...; "
+            f"data: {path.name} has SHA-256 {digest[:12]}..., the shipped file has {sha256[:12]}...; "
             "restore the file, or set data.root to use data of your own"
         )
 
@@ -357,7 +358,7 @@ def _labels(table: pa.Table, split: NDArray[np.str_], name: str, path: Path) -> 
             f"data: {path.name} has {got}, needs whole numbers 0..K-1 in every row; renumber the classes"
         )
     label = column.to_numpy().astype(np.int64)
-    known = DATASETS.get(name)
+    known = TEXT_TASKS.get(name)
     if known is not None:
         n_classes, classes = len(known.labels), f"0..{len(known.labels) - 1} ({', '.join(known.labels)})"
     else:

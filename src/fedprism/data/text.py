@@ -9,7 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fedprism.data.batching import epoch_batches
 from fedprism.data.sources import TextTask
 
 BUCKET_WINDOW = 8  # batches sorted by length together
@@ -120,19 +121,10 @@ class Rows:
         columns and, for text, `input_ids` and `attention_mask` (and `token_type_ids`), (b, T) int64 with T
         its longest row; for features, `features` (b, d) float32. Raises ValueError for a size, epochs or
         steps out of range, or steps without rows."""
-        if size < 1:
-            raise ValueError(f"batches: size is {size}, must be >= 1")
-        if epochs is not None and steps is not None:
-            raise ValueError(f"batches: got epochs={epochs} and steps={steps}, needs one of them")
-        count = steps if steps is not None else epochs if epochs is not None else 1
-        if count < 0:
-            raise ValueError(f"batches: {'epochs' if steps is None else 'steps'} is {count}, must be >= 0")
-        if steps and not len(self):
-            raise ValueError(f"batches: {steps} steps were asked of a split without rows; give it rows")
-        rounds = range(count) if steps is None else itertools.count()
-        shuffle = None if generator is None else _own_generator(generator)
-        orders = (order for _ in rounds for order in self._epoch(size, shuffle))
-        return map(self._batch, itertools.islice(orders, steps))
+        positions = epoch_batches(
+            len(self), size, partial(self._epoch, size), epochs=epochs, steps=steps, generator=generator
+        )
+        return map(self._batch, positions)
 
     def content_hash(self) -> str:
         """SHA-256 (hex) of the content without columns: tokens, offsets and token types, or features."""
@@ -239,12 +231,6 @@ def tokenize(
         token_types=None if types is None else _flat(types),
         pad=0 if pad is None else int(pad),
     )
-
-
-def _own_generator(generator: torch.Generator) -> torch.Generator:
-    """A CPU generator seeded by one draw from `generator`."""
-    draw = torch.randint(2**62, (1,), generator=generator, device=generator.device)
-    return torch.Generator().manual_seed(int(draw))
 
 
 def _flat(rows: list[list[int]]) -> Tensor:
