@@ -8,7 +8,7 @@ gave the gradients, which SCAFFOLD divides by.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from fedprism import trees
 from fedprism.trees import Tree
 
 Loss = Callable[[Tree, Any], Tensor]
+Rate = float | Callable[[str], float]  # one number, or a function from tensor name to number
 
 # Ranges of config fields, checked when a config is read.
 Count = Annotated[int, Ge(1)]
@@ -84,6 +85,22 @@ def _leaves(tree: Tree) -> Tree:
     return {name: value.detach().clone().requires_grad_(True) for name, value in tree.items()}
 
 
+def decay_rate(weight_decay: float, decayed: Collection[str] | None) -> Rate:
+    """Weight decay by tensor name: `weight_decay` for the names in `decayed`, 0 for others; None: for all."""
+    if decayed is None:
+        return weight_decay
+    return lambda name: weight_decay if name in decayed else 0.0
+
+
+def _groups(leaves: Tree, **rates: Rate) -> list[dict[str, Any]]:
+    """Parameter groups of an optimiser: tensors with equal values of all `rates` stand together."""
+    groups: dict[tuple[float, ...], list[Tensor]] = {}
+    for name, leaf in leaves.items():
+        values = tuple(rate(name) if callable(rate) else rate for rate in rates.values())
+        groups.setdefault(values, []).append(leaf)
+    return [{"params": members, **dict(zip(rates, key, strict=True))} for key, members in groups.items()]
+
+
 def _clip(leaves: Tree, limit: float | None) -> None:
     """Scale all gradients so that their joint norm is at most `limit` (None: leave them)."""
     if limit is not None:
@@ -116,17 +133,19 @@ def sgd(
     lr: float,
     *,
     momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    weight_decay: Rate = 0.0,
     clip: float | None = None,
     correct: Tree | None = None,
 ) -> tuple[Tree, Solved]:
     """Minimise `loss` by SGD with heavy-ball momentum, one step per batch.
 
-    loss(tree, batch): scalar. start: where to begin; not changed. lr > 0. momentum in [0, 1). clip: largest
-    joint norm of the data gradient. correct: tree added to the gradient after clipping (SCAFFOLD's c - c_i).
-    Returns the final tree and what was done. Raises FloatingPointError on a loss that is not finite."""
+    loss(tree, batch): scalar. start: where to begin; not changed. lr > 0. momentum in [0, 1). weight_decay:
+    times the tensor, is added to its gradient; one number, or a function from tensor name to number. clip:
+    largest joint norm of the data gradient. correct: tree added to the gradient after clipping (SCAFFOLD's
+    c - c_i). Tensors that no batch gives a gradient keep their value. Returns the final tree and what was
+    done. Raises FloatingPointError on a loss that is not finite."""
     leaves = _leaves(start)
-    optimizer = torch.optim.SGD(leaves.values(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+    optimizer = torch.optim.SGD(_groups(leaves, weight_decay=weight_decay), lr=lr, momentum=momentum)
     steps, examples, weight, reach = 0, 0, 0.0, 0.0
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
@@ -149,25 +168,20 @@ def adamw(
     loss: Loss,
     start: Tree,
     batches: Iterable[Any],
-    lr: float | Callable[[str], float],
+    lr: Rate,
     *,
-    weight_decay: float = 0.01,
+    weight_decay: Rate = 0.01,
     clip: float | None = 1.0,
     state: Tree | None = None,
 ) -> tuple[Tree, Solved]:
     """Minimise `loss` by AdamW (decoupled weight decay), one step per batch.
 
-    lr: one rate, or a function from tensor name to rate. clip: largest joint gradient norm over all tensors.
-    state: `Solved.optimizer` of an earlier call, to continue it; None starts fresh. Tensors that a batch
-    gives no gradient keep their value and moments. Returns the final tree and what was done. Raises
-    FloatingPointError on a loss that is not finite."""
+    lr, weight_decay: one number, or a function from tensor name to number. clip: largest joint gradient norm
+    over all tensors. state: `Solved.optimizer` of an earlier call, to continue it; None starts fresh. Tensors
+    that a batch gives no gradient keep their value and moments. Returns the final tree and what was done.
+    Raises FloatingPointError on a loss that is not finite."""
     leaves = _leaves(start)
-    rate = lr if callable(lr) else (lambda _name: lr)
-    rates: dict[float, list[Tensor]] = {}
-    for name, leaf in leaves.items():
-        rates.setdefault(rate(name), []).append(leaf)
-    groups = [{"params": members, "lr": value} for value, members in rates.items()]
-    optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay, foreach=True)
+    optimizer = torch.optim.AdamW(_groups(leaves, lr=lr, weight_decay=weight_decay), foreach=True)
     for name, leaf in leaves.items():
         if state and f"step:{name}" in state:
             parts = ("step", "exp_avg", "exp_avg_sq")
@@ -202,11 +216,14 @@ def solve(
     lr: float,
     *,
     state: Tree | None = None,
+    decayed: Collection[str] | None = None,
 ) -> tuple[Tree, Solved]:
-    """Minimise `loss` with the optimiser that `cfg` names, at rate `lr`. See `sgd` and `adamw`."""
-    clip = cfg.clip or None
+    """Minimise `loss` with the optimiser that `cfg` names, at rate `lr`. See `sgd` and `adamw`.
+
+    decayed: names of the tensors that `cfg.weight_decay` applies to (`Model.decayed`); None: all."""
+    clip, weight_decay = cfg.clip or None, decay_rate(cfg.weight_decay, decayed)
     if cfg.optimizer == "adamw":
-        return adamw(loss, start, batches, lr, weight_decay=cfg.weight_decay, clip=clip, state=state)
+        return adamw(loss, start, batches, lr, weight_decay=weight_decay, clip=clip, state=state)
     if state:
         raise ValueError("solve: a continued optimiser state is AdamW's; sgd starts fresh")
-    return sgd(loss, start, batches, lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay, clip=clip)
+    return sgd(loss, start, batches, lr, momentum=cfg.momentum, weight_decay=weight_decay, clip=clip)

@@ -9,7 +9,7 @@ import torch
 
 from fedprism import trees
 from fedprism.methods import fedavg, references, scaffold
-from fedprism.training import adamw, sgd
+from fedprism.training import LocalTraining, adamw, decay_rate, sgd, solve
 from tests.tiny import TinyRows, drive, mixed_clients, quadratic_clients
 
 A, B = (1.0, 4.0), (0.0, 1.0)  # two quadratics a (w - b)^2 / 2; their sum has its optimum at 4 / 5
@@ -170,3 +170,43 @@ def test_untrained_and_public_only_and_centralised_run_through_the_engine() -> N
         rows = clients[-1].data["train"].batches(100)
         right = [float((predict(b).logits.argmax(1) == b["label"]).float().mean()) for b in rows]
         assert min(right) > 0.85, method.name  # separable tasks, each by its own model
+
+
+WEIGHTS = {"weight": torch.tensor([2.0, -4.0]), "norm": torch.tensor([1.0, 3.0]), "bias": torch.tensor([5.0])}
+
+
+def no_slope(tree: dict[str, torch.Tensor], _batch: None) -> torch.Tensor:
+    return sum(((0.0 * value).sum() for value in tree.values()), start=torch.zeros(()))
+
+
+def test_one_step_without_gradient_shrinks_exactly_the_decayed_tensors() -> None:
+    for solver in (sgd, adamw):
+        end, _ = solver(no_slope, WEIGHTS, [None], 0.5, weight_decay=decay_rate(0.25, {"weight"}))
+        assert torch.equal(end["weight"], torch.tensor([1.75, -3.5]))  # (1 - 0.5 * 0.25) w
+        assert torch.equal(end["norm"], WEIGHTS["norm"]) and torch.equal(end["bias"], WEIGHTS["bias"])
+        end, _ = solver(no_slope, WEIGHTS, [None], 0.5, weight_decay=decay_rate(0.25, None))
+        assert all(torch.equal(end[name], 0.875 * value) for name, value in WEIGHTS.items())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_solve_decays_what_it_is_told(optimizer: str) -> None:
+    settings = LocalTraining(optimizer=optimizer, weight_decay=0.5, lr=0.5)  # type: ignore[arg-type]
+    end, _ = solve(settings, no_slope, WEIGHTS, [None] * 2, 0.5, decayed=["norm"])
+    assert torch.equal(end["norm"], torch.tensor([0.5625, 1.6875]))  # (1 - 0.25)^2 w
+    assert torch.equal(end["weight"], WEIGHTS["weight"])
+    end, _ = solve(settings, no_slope, WEIGHTS, [None], 0.5)
+    assert all(torch.equal(end[name], 0.75 * value) for name, value in WEIGHTS.items())
+
+
+def test_decay_with_momentum_follows_the_recursion() -> None:
+    # d <- m d + (a w + k w), w <- w - lr d, by hand for two steps from w = 1, a = 1, k = 1, m = .5, lr = .1:
+    # d = 2, w = .8; d = 1 + 1.6 = 2.6, w = .54. Without decay: d = 1, w = .9; d = .5 + .9 = 1.4, w = .76
+    start = {name: torch.ones(1, dtype=torch.float64) for name in ("decayed", "free")}
+
+    def loss(tree: dict[str, torch.Tensor], _batch: None) -> torch.Tensor:
+        return (tree["decayed"].square() + tree["free"].square()).sum() / 2
+
+    rate = decay_rate(1.0, {"decayed"})
+    end, _ = sgd(loss, start, [None] * 2, 0.1, momentum=0.5, weight_decay=rate)
+    assert float(end["decayed"]) == pytest.approx(0.54) and float(end["free"]) == pytest.approx(0.76)
+    assert all(float(value) == 1.0 for value in start.values())

@@ -41,13 +41,13 @@ class State:
 
 def start(cfg: Any, model: Model, facts: Facts) -> State:
     """Global tree at its initial value: every trainable block of the model, from the run seed."""
-    return State(0, {**model.init("lora_A", facts.seed), **model.init("lora_B", facts.seed)}, facts.seed)
+    return State(0, model.trainable(facts.seed), facts.seed)
 
 
 @phase(receives=["w", "lr"], sends=["w", "n", "loss", "examples"])
 def update(client: Client, got: Body, cfg: LocalTraining) -> Body:  # ClientUpdate(k, w)
     """Local training from the global tree."""
-    w, done = solve(cfg, client.loss, got["w"], cfg.batches(client), got["lr"])
+    w, done = solve(cfg, client.loss, got["w"], cfg.batches(client), got["lr"], decayed=client.model.decayed)
     return {"w": w, "n": client.n, "loss": done.loss, "examples": done.examples}
 
 
@@ -76,7 +76,8 @@ def fine_tuned(client: Client, got: Body, cfg: FineTuneConfig) -> Callable[[Batc
     """A copy of the global model, fine-tuned on the client's training data at the initial rate."""
     w = got["w"]
     if cfg.finetune_epochs:
-        w, _ = solve(cfg, client.loss, w, client.batches(cfg.batch_size, epochs=cfg.finetune_epochs), cfg.lr)
+        batches = client.batches(cfg.batch_size, epochs=cfg.finetune_epochs)
+        w, _ = solve(cfg, client.loss, w, batches, cfg.lr, decayed=client.model.decayed)
     return lambda batch: client.model.apply(w, batch)
 
 

@@ -26,11 +26,6 @@ from fedprism.protocol import POOLED, PUBLIC, Ask, Body, Client, Facts, Method, 
 from fedprism.training import LocalTraining, solve
 from fedprism.trees import Tree
 
-
-def _initial(model: Model, seed: int) -> Tree:
-    return {**model.init("lora_A", seed), **model.init("lora_B", seed)}
-
-
 # --- local-only -------------------------------------------------------------------------------------------
 
 
@@ -52,9 +47,11 @@ class LocalState:
 @phase(receives=["seed", "lr"], keeps=["w", "optimizer"], sends=["n", "loss", "examples"])
 def train_alone(client: Client, got: Body, cfg: LocalConfig) -> Body:
     """One round of training on the client's own data; the model stays with the client."""
-    w = client.state.get("w") or _initial(client.model, got["seed"])
+    w = client.state.get("w") or client.model.trainable(got["seed"])
     kept = client.state.get("optimizer") if cfg.persist_optimizer and cfg.optimizer == "adamw" else None
-    w, done = solve(cfg, client.loss, w, cfg.batches(client), got["lr"], state=kept)
+    w, done = solve(
+        cfg, client.loss, w, cfg.batches(client), got["lr"], state=kept, decayed=client.model.decayed
+    )
     client.state["w"] = w
     client.state["optimizer"] = done.optimizer if cfg.persist_optimizer else {}
     return {"n": client.n, "loss": done.loss, "examples": done.examples}
@@ -113,7 +110,7 @@ def train_rows(client: Client, got: Body, cfg: LocalTraining) -> Body:
         else rows.batches(cfg.batch_size, epochs=cfg.local_epochs, generator=client.generator)
     )
     kept = got["optimizer"] if cfg.optimizer == "adamw" else None
-    w, done = solve(cfg, client.loss, got["w"], batches, got["lr"], state=kept)
+    w, done = solve(cfg, client.loss, got["w"], batches, got["lr"], state=kept, decayed=client.model.decayed)
     return {"w": w, "optimizer": done.optimizer, "loss": done.loss, "examples": done.examples}
 
 
@@ -139,7 +136,7 @@ def _models_state(
     names: Sequence[str], order: Sequence[str], steps: int, model: Model, seed: int
 ) -> ModelsState:
     return ModelsState(
-        0, {name: _initial(model, seed) for name in names}, {name: {} for name in names}, tuple(order), steps
+        0, {name: model.trainable(seed) for name in names}, {name: {} for name in names}, tuple(order), steps
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fedprism.models.interface import Batch, Model, Outputs
 from fedprism.protocol import Ask, Body, Client, Facts, Method, RoundEnd, Server, phase, sample_clients
-from fedprism.training import FederatedTraining, Positive, sgd
+from fedprism.training import FederatedTraining, Positive, decay_rate, sgd
 from fedprism.trees import Tree, add, mean, scale, sub, zeros
 
 
@@ -46,7 +46,7 @@ class State:
 
 def start(cfg: Config, model: Model, facts: Facts) -> State:
     """Initial global tree; the control variate starts at zero."""
-    x = {**model.init("lora_A", facts.seed), **model.init("lora_B", facts.seed)}
+    x = model.trainable(facts.seed)
     return State(0, x, zeros(x), facts.seed)
 
 
@@ -56,8 +56,9 @@ def update(client: Client, got: Body, cfg: Config) -> Body:
     x, c = got["x"], got["c"]
     c_i = client.state.get("c_i", zeros(x))  # zero at first contact
     y, done = sgd(
-        client.loss, x, cfg.batches(client), got["lr"], momentum=cfg.momentum, weight_decay=cfg.weight_decay,
-        clip=cfg.clip or None, correct=sub(c, c_i),
+        client.loss, x, cfg.batches(client), got["lr"], momentum=cfg.momentum,
+        weight_decay=decay_rate(cfg.weight_decay, client.model.decayed), clip=cfg.clip or None,
+        correct=sub(c, c_i),
     )  # fmt: skip  # Eq. (3): g + c - c_i
     new = add(sub(c_i, c), scale(sub(x, y), 1 / done.weight))  # Eq. (4), option II
     client.state["c_i"] = new

@@ -1,13 +1,14 @@
 """What a method may ask of a model: named blocks, a functional forward pass, a loss.
 
 Models are functional: trainable tensors live in trees outside the model, the model itself holds only
-frozen weights. One model object serves every client of a run.
+frozen weights. One model object serves every client of a run. `Model` is what every method can train and
+score; `FeatureModel` is a classifier head on an encoder of its own, with a second encoder for routing.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +67,19 @@ class Model(abc.ABC):
         a missing head is the frozen one, missing lora_A and lora_B mean "no always-on pair".
     projections: names of the P adapted projections; the tensor `lora_A.<p>`, `lora_B.<p>`,
         `router.<p>.weight`, `router.<p>.bias` belong to projection p.
+    trained: blocks that a method without a view of its own trains as one tree, in this order.
+    decayed: names of the tensors that weight decay applies to; None means all.
     """
 
     blocks: Mapping[str, tuple[str, ...]]
     projections: tuple[str, ...]
     n_classes: int
+    trained: tuple[str, ...] = ("lora_A", "lora_B")
+    decayed: Collection[str] | None = None
+
+    def trainable(self, seed: int) -> Tree:
+        """Fresh tensors of every block in `trained`, each from `seed`."""
+        return {name: value for block in self.trained for name, value in self.init(block, seed).items()}
 
     @abc.abstractmethod
     def init(self, block: str, seed: int, n_experts: int = 0) -> Tree:
@@ -100,3 +109,54 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
         """JSON facts for the run record: backbone, weights' hash, sizes of blocks, head's logit spread."""
+
+
+class FeatureModel(Model):
+    """A linear head on the features of a trained encoder, and a second encoder whose features route.
+
+    Blocks: "encoder" (theta of FedSPM), "head" (linear, d_g -> K: `head.weight` (K, d_g), `head.bias` (K,)),
+        "router_encoder" (nu); lora_A, lora_B and router are empty, nothing is frozen.
+    width: d_g, features per example of "encoder".   router_width: d_h, of "router_encoder".
+    """
+
+    projections = ()
+    trained = ("encoder", "head")
+    width: int
+    router_width: int
+
+    @abc.abstractmethod
+    def init(self, block: str, seed: int, n_experts: int = 0) -> Tree:
+        """Fresh tensors of one block, from its name and `seed` alone, so `init("head", other)` is one more
+        independent head and `init("encoder", other)` an encoder of one more component. The head is torch's
+        default linear init, entries uniform in +-1 / sqrt(d_g); blocks without tensors give {}."""
+
+    @abc.abstractmethod
+    def encode(self, tree: Tree, batch: Batch, block: str = "encoder") -> Tensor:
+        """(b, d) features of batch["x"] by the encoder `block` ("encoder": d = width, or "router_encoder":
+        d = router_width), in float32 (float64 where tree and x are). tree holds its tensors and may hold
+        others. No row depends on the others. Raises KeyError for another block, ValueError if tensors are
+        missing from the tree or x has another shape."""
+
+    def classify(self, tree: Tree, features: Tensor) -> Tensor:
+        """(b, K) logits of (b, width) features by the head in `tree` (which may hold other tensors)."""
+        missing = [name for name in self.blocks["head"] if name not in tree]
+        if missing:
+            raise ValueError(f"classify: the tree lacks {missing}; add init('head', seed)")
+        return F.linear(features, tree["head.weight"], tree["head.bias"])
+
+    def apply(
+        self,
+        tree: Tree,
+        batch: Batch,
+        *,
+        bank: Bank | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Outputs:
+        """The head on the encoder's features; both stand in `tree`. Nothing is random, so training and
+        evaluation compute the same. Raises ValueError for a bank."""
+        if bank is not None:
+            raise ValueError(
+                f"apply: got a bank of {len(bank.experts)} experts, this model has no projections to route; "
+                "pass bank=None"
+            )
+        return Outputs(self.classify(tree, self.encode(tree, batch)))
