@@ -1,4 +1,4 @@
-"""The exact profile likelihood and its laboratory, against hand computations, SciPy and automatic gradients."""
+"""The exact profile likelihood and its laboratory, against hand computations, SciPy and autograd."""
 
 from __future__ import annotations
 
@@ -97,11 +97,8 @@ def test_each_rule_of_acceptance_rejects() -> None:
     assert "residual" in getattr(exact.accept(tilts, 0.51 * ONE), "reason", "")
     assert "reach" in getattr(exact.accept(one_pair(2.0, 3.0), 1e162 * ONE), "reason", "")
     assert "not finite" in getattr(exact.accept(tilts, np.nan * ONE), "reason", "")
-    # residual l-independent and tiny, mass off: ratios of almost 1 with a large multiplier
-    near = one_pair(1 + 1e-9, 1 + 1e-9)
-    assert "masses" in getattr(exact.accept(near, 999 * ONE), "reason", "") or isinstance(
-        exact.accept(near, 999 * ONE), Feasible
-    )
+    # ratios of almost 1, large multiplier: residual 5e-9, masses 1 - 5e-9 * 999
+    assert "masses" in getattr(exact.accept(one_pair(1 + 5e-9, 1 + 5e-9), 999 * ONE), "reason", "")
 
 
 # ---- objectives ----------------------------------------------------------------------------------
@@ -114,7 +111,8 @@ def rows(seed: int = 0, n: int = 12, m: int = 2, C: int = 2, d: int = 3) -> dict
     return {
         "h": rng.standard_normal((n, d)), "owner": owner, "w": w, "tau": exact.totals(w, owner, m),
         "gamma": rng.standard_normal((m, C)), "xi": rng.standard_normal((m, C, d)),
-        "labels": np.log(rng.random((n, C))), "pi": rng.dirichlet(np.ones(C), m), "lam": rng.random((m, C)) / 9,
+        "labels": np.log(rng.random((n, C))), "pi": rng.dirichlet(np.ones(C), m),
+        "lam": rng.random((m, C)) / 9,
     }  # fmt: skip
 
 
@@ -213,7 +211,7 @@ def test_momentum_constants_by_hand() -> None:
 def test_epsilon_and_the_curves_by_hand() -> None:
     lost = np.nan
     errors = exact.BridgeErrors(
-        np.array([1, 3, 5]), np.array([4.0, lost, 1.0]), np.array([1.0, 1.0, 1.0]), np.array([2.0, lost, 8.0]),
+        np.array([1, 3, 5]), np.array([4.0, lost, 1.0]), np.ones(3), np.array([2.0, lost, 8.0]),
         np.array([0.5, lost, 0.25]), np.zeros(3), 3.0,
     )  # fmt: skip
     assert errors.epsilon[[0, 2]].tolist() == [1, 0]
@@ -441,7 +439,7 @@ def test_a_batch_above_the_smallest_client_is_refused() -> None:
 
 
 def test_calibrating_every_round_calibrates() -> None:
-    run = small_run(calibrate=400, rounds=2)
+    run = small_run(calibrate=150, rounds=2)
     T = run.model.tables.tilts(SMALL.x)
     tau = exact.totals(run.w, SMALL.owner, 4)
     share = (tau * np.exp(T)) / (tau * np.exp(T)).sum((1, 2), keepdims=True)
@@ -458,13 +456,25 @@ def test_the_momentum_study_compares_effective_steps() -> None:
 
 
 @pytest.mark.slow
-def test_published_settings_reach_bayes_and_one_component_does_not() -> None:
+def test_two_components_reach_bayes_at_five_times_the_published_rate() -> None:
     world = exact.gaussian_world()
     bayes = exact.population_scores(world, world.truth())
-    settings = exact.Training()
-    runs = [exact.train(world.draw(11), replace(settings, components=C), 11, n_classes=3) for C in (1, 2)]
-    one, two = (exact.population_scores(world, run.model) for run in runs)
-    assert two.routing > bayes.routing - 0.01
-    assert two.routing > one.routing + 0.015
-    assert two.divergence < 0.3 * one.divergence
-    assert two.average > one.average
+    settings = exact.Training(rounds=120, rate=0.05)
+    for seed in (11, 12):
+        runs = [
+            exact.train(world.draw(seed), replace(settings, components=C), seed, n_classes=3) for C in (1, 2)
+        ]
+        one, two = (exact.population_scores(world, run.model) for run in runs)
+        assert two.routing > bayes.routing - 0.01
+        assert two.routing > one.routing + 0.015
+        assert two.divergence < 0.3 * one.divergence
+        assert two.average > one.average
+
+
+@pytest.mark.slow
+def test_components_may_die_at_the_published_rate_and_routing_is_then_that_of_one() -> None:
+    """Spec 7, row 5: nothing brings a dead component back. Seed 11 loses one on three of four clients."""
+    world = exact.gaussian_world()
+    run = exact.train(world.draw(11), exact.Training(rounds=120), 11, n_classes=3)
+    assert (run.model.pi.min(1) < 0.01).sum() >= 2
+    assert exact.population_scores(world, run.model).routing == pytest.approx(0.7394, abs=0.005)

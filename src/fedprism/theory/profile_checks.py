@@ -114,15 +114,17 @@ def feasible_point(problem: Problem, *, size: float = 0.05) -> Tables:
     """Tables off the optimum at which multipliers exist: calibrated, shifted, then moved in gamma.
 
     size: first move; halved until there is a solution with multipliers below 1, well inside the region where
-    there is one: at its edge they run to infinity and no numerical derivative can be trusted."""
+    there is one: at its edge they run to infinity and no numerical derivative can be trusted. Raises
+    ValueError, one line, if the calibrated point has no solution either."""
     centre = exact.calibrate(problem.model.tables, problem.h, problem.tau)[0]
     move = np.random.default_rng(problem.owner.size).standard_normal(centre.gamma.shape)
-    while True:
+    while size > 1e-6:
         tables = replace(centre, gamma=centre.gamma + size * move)
         found = exact.solve_multipliers(tables.tilts(problem.h), problem.tau)
         if isinstance(found, Feasible) and largest(found.multipliers) < 1:
             return tables
         size /= 2
+    raise ValueError("multipliers: got none near the calibrated point, needs some; check the canonical shift")
 
 
 def solved(tables: Tables, problem: Problem) -> tuple[Floats, Floats]:
