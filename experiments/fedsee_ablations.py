@@ -38,6 +38,9 @@ VARIANTS = {
         "public_500": ["data.public_per_task=500"],
         "experts_9": ['data.public_only=["rte","mrpc","wnli"]'],
         "experts_3": ["method.fedsee.experts=3"],
+        "hull_affine": ["method.fedsee.hull=affine"],
+        "hull_auto": ["method.fedsee.hull=auto"],
+        "hull_posterior": ["method.fedsee.hull=posterior"],
     },
 }
 

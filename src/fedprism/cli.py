@@ -184,8 +184,10 @@ def lab_fedsee(
         from fedprism import config as configs
         from fedprism.evaluation import laboratory
 
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise FileNotFoundError(f"lab: no folder {json_file.absolute().parent} for --json; make it first")
+        if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+            raise FileNotFoundError(f"lab: --json {json_file} must name a file in a folder that exists")
+        if out.exists() and not out.is_dir():
+            raise FileExistsError(f"lab: --out {out} is a file, needs a folder; name another")
         changes = configs.parse_settings(overrides or ())
         with _steps(api.lab_steps(quick), quiet) as on_done:
             result = api.lab_fedsee(quick=quick, instance=changes, on_done=on_done)
