@@ -160,7 +160,7 @@ def test_recovery_without_anchors_has_a_panel_per_pool_and_client_size_sorted_by
     figure = laboratory.beyond_figure(cells)
     assert figure is not None
     titles = [ax.get_title() for ax in figure.axes]
-    assert titles == [f"{p}; {n} samples per client" for p in ("interior", "pure") for n in ("500", "20 000")]
+    assert titles == [f"{p}; {n} samples per client" for p in ("interior", "pure") for n in ("500", "20000")]
     assert lines_of(figure.axes[1])["posterior"] == ([8, 50], [4 / 8, 0.007])
     for ax in figure.axes:
         assert len(ax.lines) == len(ESTIMATES)

@@ -242,7 +242,7 @@ def test_an_expert_many_standard_deviations_along_the_span_is_reached() -> None:
     assert 20 < found.span < 55  # z = 40 / sqrt(2 / 3) = 49, alone in its kind
     best = found.log_evidence + data_constant(phi, 2)
     for span in (1.0, 5.0, 25.0, 49.0):
-        assert dense_log_density(uploads, phi, y, c, found.noise, span, found.off) <= best + 1e-6
+        assert dense_log_density(uploads, phi, y, c, found.noise, span, found.off) <= best + 1e-4
 
 
 def test_one_upload_or_equal_uploads_leave_the_public_set_to_decide() -> None:

@@ -300,9 +300,9 @@ def test_two_experts_for_three_tasks_run_to_the_end() -> None:
 
 
 def test_more_experts_than_public_sets_are_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^fedsee: got 9 experts, needs 1 to 2, one per public set$"):
+    with pytest.raises(ValueError, match=r"^fedsee: got 9 experts, 2 public sets; needs 1 to as many as sets$"):
         fedsee.start(Config(**FAST, experts=9), Linear(3), facts_of(fresh()))
-    with pytest.raises(ValueError, match="got 9 experts, needs 1 to 3, one per public set") as fault:
+    with pytest.raises(ValueError, match="got 9 experts, 3 public sets; needs 1 to as many") as fault:
         api.run_experiment(tiny.experiment("fedsee", method__fedsee__experts=9), tmp_path / "run")
     assert "\n" not in str(fault.value)
 
@@ -332,3 +332,10 @@ def test_a_run_with_fewer_experts_than_tasks_is_reported_with_zeros_for_the_rest
     assert [tick.get_text() for tick in drawn.get_xticklabels()] == ["fruit", "metal"]
     cells = [float(text.get_text().removesuffix(" ●")) for text in drawn.texts]
     assert cells == pytest.approx(np.ravel(run["public_losses"]), abs=6e-4)
+
+
+def test_a_public_set_of_one_row_is_refused_before_training_where_experts_may_leave_the_hull() -> None:
+    facts = replace(facts_of(fresh()), public_sizes=(5, 1))
+    fedsee.start(Config(**FAST), Linear(3), facts)
+    with pytest.raises(ValueError, match=r"^fedsee: a public set of one row, hull needs 2 or more of each"):
+        fedsee.start(Config(**FAST, hull="affine"), Linear(3), facts)

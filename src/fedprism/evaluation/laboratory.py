@@ -78,7 +78,7 @@ def rich_tables(result: Result) -> list[Table]:
 
 
 def _beyond_table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("pool", "n_i", "n_m", *ESTIMATES, "posterior no worse than the best")
+    columns = ("pool", "n_i", "n_m", *ESTIMATES, "posterior no worse than the best of three")
     table = _table("Beyond the paper: largest error over tasks, without and with anchors", columns, 1)
     for cell in cells:
         best = min(cell["means"].values())

@@ -47,7 +47,9 @@ class PublicMoments:
 
 
 def merge(parts: Sequence[PublicMoments]) -> PublicMoments:
-    """The moments of all parts' examples together."""
+    """The moments of all parts' examples together. Raises ValueError for none."""
+    if not parts:
+        raise ValueError("hull: got no public examples, needs at least one")
     n = sum(part.n for part in parts)
     share = [part.n / n for part in parts]
     return PublicMoments(
