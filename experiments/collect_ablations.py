@@ -40,6 +40,7 @@ def load(directory: Path) -> dict[int, dict[str, Any]]:
             **{name: run["test"][name] for name in ("overall", "worst_50", "worst_25")},
             "mixture_mae": run["mixture"]["mae"],
             "partition": [[row[k] for k in held] for row in federation["counts"]],
+            "fingerprint": federation["fingerprint"],
             "commit": json.loads((folder / "versions.json").read_text(encoding="utf-8")).get("commit"),
         }
     return found
@@ -54,19 +55,21 @@ def compare(scale: str, out: Path) -> dict[str, Any]:
         if not (directory / "summary.json").is_file():
             continue
         runs = load(directory)
-        shared = sorted(set(runs) & set(default))
-        if any(runs[seed]["partition"] != default[seed]["partition"] for seed in shared) or not shared:
-            raise ValueError(f"{directory}: other seeds or client partitions than the default's")
-        entry: dict[str, Any] = {"seeds": shared, "published": PUBLISHED.get(variant)}
+        shared = sorted(runs)
+        # a fingerprint covers the public sets; variants that change those share the clients' counts
+        same = "partition" if variant.startswith(("public_", "experts_")) else "fingerprint"
+        if set(runs) != set(default) or any(runs[s][same] != default[s][same] for s in shared):
+            raise ValueError(f"{directory}: other seeds or another federation than the default's")
+        commits = sorted({str(run["commit"]) for run in runs.values()})
+        entry: dict[str, Any] = {"seeds": shared, "published": PUBLISHED.get(variant), "commits": commits}
         for name in ("overall", "worst_50", "worst_25", "mixture_mae"):
             values = [100 * runs[seed][name] for seed in shared]
             gaps = [v - 100 * default[seed][name] for v, seed in zip(values, shared, strict=True)]
             entry[name] = {"mean": mean(values), "difference": mean(gaps), "by_seed": gaps,
                            "difference_sd": stdev(gaps) if len(gaps) > 1 else None}  # fmt: skip
         variants[variant] = entry
-    commits = sorted({run["commit"] for run in default.values() if run["commit"]})
     config = (out / f"ablation_{scale}_default" / "config.toml").read_text(encoding="utf-8")
-    return {"name": f"fedsee_ablations_{scale}", "commits": commits, "config": config, "variants": variants}
+    return {"name": f"fedsee_ablations_{scale}", "config": config, "variants": variants}
 
 
 def table(result: dict[str, Any]) -> str:

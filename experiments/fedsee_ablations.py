@@ -38,6 +38,9 @@ VARIANTS = {
         "public_500": ["data.public_per_task=500"],
         "experts_9": ['data.public_only=["rte","mrpc","wnli"]'],
         "experts_3": ["method.fedsee.experts=3"],
+        "hull_affine": ["method.fedsee.hull=affine"],
+        "hull_auto": ["method.fedsee.hull=auto"],
+        "hull_posterior": ["method.fedsee.hull=posterior"],
     },
 }
 
@@ -50,15 +53,21 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=None)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     args = parser.parse_args()
+    unknown = sorted(set(args.variants or ()) - set(VARIANTS[args.scale]))
+    if unknown:
+        parser.error(f"unknown variants {', '.join(unknown)}; there are {', '.join(VARIANTS[args.scale])}")
     recipe = Path(__file__).with_name(RECIPES[args.scale])
     for variant in args.variants or VARIANTS[args.scale]:
         out = args.out / f"ablation_{args.scale}_{variant}"
+        changes = ["method.names=[fedsee]", *VARIANTS[args.scale][variant], *args.overrides]
+        experiment = replace(config.load(recipe, changes, methods=METHODS), name=out.name)
         if (out / "config.toml").is_file():
+            began = config.load(out / "config.toml", methods=METHODS)
+            if config.config_hash(began) != config.config_hash(experiment):
+                parser.error(f"{out} was begun with other settings; name another --out")
             summary = api.resume_experiment(out)
         else:
-            changes = ["method.names=[fedsee]", *VARIANTS[args.scale][variant], *args.overrides]
-            experiment = config.load(recipe, changes, methods=METHODS)
-            summary = api.run_experiment(replace(experiment, name=out.name), out)
+            summary = api.run_experiment(experiment, out)
         scores = {run["seed"]: round(run["test"]["overall"], 4) for run in summary["runs"]}
         print(variant, scores, flush=True)
 

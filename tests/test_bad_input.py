@@ -494,3 +494,8 @@ def test_a_process_that_may_write_no_large_files_says_one_line(tiny: Tiny) -> No
 
 def test_the_configs_of_these_tests_are_themselves_sound(tiny: Tiny) -> None:
     assert configs.load(tiny.write(Path("tiny.toml"))) == tiny.experiment()
+
+
+def test_random_features_asked_of_an_encoder(tiny: Tiny) -> None:
+    line = refused(tiny, model__kind="encoder", model__features="rff")
+    holds(line, r"^config: model\.features is 'rff', which the probe alone has", r"model\.kind = 'probe'")

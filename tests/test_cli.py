@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,10 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from fedprism import api, cli
-from fedprism.config import Experiment, UserError
+from fedprism.config import Experiment, UserError, parse_settings
 from fedprism.evaluation import reports
 from fedprism.protocol import ClientFailure
+from fedprism.theory import recovery_bounds, recovery_tables
 
 CONFIG = """
 name = "small"
@@ -308,3 +311,176 @@ def test_on_a_terminal_bars_show_run_round_phase_and_client() -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert cli.clock(seconds) == text
+
+
+# ---- laboratory ----------------------------------------------------------------------------------
+
+BOUNDS = [f"B{k}" for k in range(1, 18)]
+TABLES = [f"T{k}" for k in range(1, 20)]
+
+
+@pytest.fixture(scope="session")
+def quick_lab(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """`fedprism lab fedsee --quick`, once; what it wrote lies in the folder."""
+    folder = tmp_path_factory.mktemp("lab")
+    return call(
+        "lab", "fedsee", "--quick", "--json", folder / "lab.json", "--out", folder / "new/figures"
+    ), folder
+
+
+def test_the_quick_laboratory_holds_and_lists_every_bound_and_table(quick_lab: tuple[Result, Path]) -> None:
+    result, _ = quick_lab
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "every bound and every table holds"
+    assert [line.split()[0] for line in lines if re.match(r"B\d+ ", line)] == BOUNDS
+    assert [line.split()[0] for line in lines if re.match(r"T\d+ ", line)] == TABLES
+    assert all(line.rstrip().endswith("holds") for line in lines if re.match(r"B\d+ ", line))
+    assert "FAILS" not in result.stdout
+    assert sum(line.rstrip().endswith(("yes", "no")) for line in lines) == 3  # cells without anchors
+    assert all(len(line) <= 200 for line in lines)
+
+
+def test_the_laboratory_s_json_is_complete_and_strict(quick_lab: tuple[Result, Path]) -> None:
+    result, folder = quick_lab
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is no JSON")
+
+    found = json.loads((folder / "lab.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    assert {p.name for p in folder.iterdir()} == {"lab.json", "new"}  # no temporary file
+    assert (found["name"], found["quick"], found["ok"], found["instance"]) == ("fedsee", True, True, {})
+    assert [check["id"] for check in found["checks"]] == BOUNDS
+    assert [table["id"] for table in found["tables"]] == TABLES
+    for check in found["checks"]:
+        assert check["ok"]
+        assert 0 <= check["ratio"] <= 1 + 1e-6
+        assert check["ratio"] == pytest.approx(check["value"] / check["bound"], rel=1e-6)
+        assert f"{check['value']:.4g}" in result.stdout
+    rows = {(t["id"], row["setting"]): row for t in found["tables"] for row in t["rows"]}
+    assert all(row["ok"] for row in rows.values())
+    # the exact solution of spec 4, T10, by hand: weights of three uploads, summing to one
+    weights = [rows["T10", f"weight {k}"]["ours"] for k in (1, 2, 3)]
+    assert weights == pytest.approx([0.0846, 0.7437, 0.1717], abs=2e-4)
+    assert sum(weights) == pytest.approx(1.0)
+    assert [(cell["pool"], cell["n_i"], cell["n_m"]) for cell in found["beyond"]] == list(api.QUICK_CELLS)
+    for cell in found["beyond"]:
+        assert set(cell["means"]) == {"convex", "affine", "auto", "posterior", "public only"}
+        for name, mean in cell["means"].items():
+            assert f"{mean:.3f}" in result.stdout, name
+    assert found["versions"]["torch"] is not None
+
+
+def test_the_laboratory_s_figures_are_there(quick_lab: tuple[Result, Path]) -> None:
+    result, folder = quick_lab
+    figures = folder / "new/figures"
+    assert f"figures: {figures}" in result.stdout
+    names = {
+        "recovery_against_impurity", "identity_against_set_error", "nonidentifiability_against_size",
+        "uniform_routing_cost",
+    }  # fmt: skip
+    assert {p.name for p in figures.iterdir()} == {
+        f"{name}.{kind}" for name in names for kind in ("png", "svg")
+    }
+    for path in figures.iterdir():
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG") if path.suffix == ".png" else content.endswith(b"</svg>\n")
+
+
+def test_a_bound_or_a_table_that_fails_is_named_and_status_1(
+    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(seed: int, **instance: Any) -> recovery_bounds.Check:
+        return recovery_bounds.Check("B1", "a claim", 3.0, 2.0, 1.5, False)
+
+    def good(seed: int, **instance: Any) -> recovery_bounds.Check:
+        return recovery_bounds.Check("B2", "another", 1.0, 2.0, 0.5, True)
+
+    row = recovery_tables.Row("a setting", None, 1.0, 2.0, 0.0, "±8 %", False)
+    table = recovery_tables.Table("T3", "a table", "error", (0,), (row,))
+    curve = {"x": [0.0, 1.0], "ours": [0.0, 1.0], "sd": [0, 0], "expected": [0, 1], "published": [None] * 2}
+    monkeypatch.setattr(recovery_bounds, "CHECKS", {"B1": check, "B2": good})
+    monkeypatch.setattr(recovery_tables, "run_tables", lambda seeds, **given: [table])
+    monkeypatch.setattr(recovery_tables, "CURVES", {"uniform_routing_cost": lambda tables: curve})
+    monkeypatch.setattr(api, "QUICK_CELLS", ())
+    result = call("lab", "fedsee", "--quick", "--json", "lab.json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    lines = result.stdout.splitlines()
+    assert lines[-2:] == ["figures: runs/lab_fedsee", "failed: B1, T3"]
+    assert [line.split()[-1] for line in lines if re.match(r"B\d", line)] == ["FAILS", "holds"]
+    assert json.loads((tmp_path / "lab.json").read_text())["ok"] is False  # results are kept all the same
+    assert (tmp_path / "runs/lab_fedsee/uniform_routing_cost.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["eps=.5"], "instance: eps is 0.5, needs a number of at least 0 and less than 1/2"),
+        (["eps=.7"], "instance: eps is 0.7"),
+        (
+            ["gamma=1.2", "anchors=false"],
+            "instance: gamma is 1.2, needs a number of at least 0 and at most 1",
+        ),
+        (["gamma=.5"], "gamma needs anchors=false"),
+        (["kappa=.5"], "instance: kappa is 0.5, needs a number of at least 1"),
+        (["N=3"], "N is 3 with anchors, needs at least M = 6"),
+        (["M=2.5"], "instance: M is 2.5, needs a whole number"),
+        (["anchors=maybe"], "instance: anchors is 'maybe', needs true or false"),
+        (["foo=1"], "foo"),
+        (["sigma=0"], "instance: sigma is 0, needs a number of more than 0"),
+        (["spectrum=flat"], "spectrum is 'flat', needs one of geometric, linear"),
+        (["eps"], "needs key=value"),
+    ],
+)
+def test_a_wrong_setting_of_the_laboratory_is_one_line_and_status_2(
+    config: Path, settings: list[str], line: str
+) -> None:
+    given = [word for setting in settings for word in ("--set", setting)]
+    result = call("lab", "fedsee", "--quick", *given)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("fedprism: ")
+    assert result.stderr.count("\n") == 1
+    assert line in result.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_result_without_a_folder_is_refused_before_anything_is_computed(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "lab_fedsee", lambda **given: pytest.fail("it computed"))
+    result = call("lab", "fedsee", "--json", "missing/lab.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert "must name a file in a folder that exists" in result.stderr
+
+
+def test_the_laboratory_hands_its_settings_on(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def record(**given: Any) -> dict[str, Any]:
+        seen.update(given)
+        raise UserError("enough")
+
+    monkeypatch.setattr(api, "lab_fedsee", record)
+    words = ["eps=.05", "diam=5.", "N=14", "anchors=false", "spectrum=linear", "kappa=1e1"]
+    assert call("lab", "fedsee", *(w for word in words for w in ("--set", word))).exit_code == 2
+    assert seen["quick"] is False
+    assert seen["instance"] == {
+        "eps": 0.05, "diam": 5.0, "N": 14, "anchors": False, "spectrum": "linear", "kappa": 10.0
+    }  # fmt: skip
+    assert [type(v) for v in seen["instance"].values()] == [float, float, int, bool, str, float]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (".05", 0.05), ("5.", 5.0), ("-.5", -0.5), ("+5.", 5.0), (".5e-3", 0.0005), ("5.e2", 500.0),
+        ("5", 5), ("5.0", 5.0), (".", "."), ("5.x", "5.x"), ("1.2.3", "1.2.3"), (".5.", ".5."), ("e5", "e5"),
+        ("[.5, 5.]", [0.5, 5.0]),
+    ],
+)  # fmt: skip
+def test_numbers_may_begin_or_end_with_their_point(text: str, value: Any) -> None:
+    found = parse_settings([f"a={text}", "b.c=1"])
+    assert found == {"a": value, "b": {"c": 1}}
+    assert type(found["a"]) is type(value)

@@ -299,4 +299,4 @@ def test_random_features_have_their_settings(tmp_path: Path) -> None:
     assert (model.features, model.rff_features, model.rff_scale) == ("rff", 64, 2.0)
     assert "model.features is 'rf', must be one of pooled, rff" in complaint(tmp_path, "model.features=rf")
     assert "model.rff_features is 0, must be >= 1" in complaint(tmp_path, "model.rff_features=0")
-    assert "model.rff_scale is 0, must be > 0" in complaint(tmp_path, "model.rff_scale=0")
+    assert "model.rff_scale is 0, must be >= 0.001" in complaint(tmp_path, "model.rff_scale=0")

@@ -171,6 +171,7 @@ def _facts(federation: Federation, seed: int) -> Facts:
         tasks=federation.tasks,
         trained_tasks=tuple(task for k, task in enumerate(federation.tasks) if present[k] > 0),
         seed=seed,
+        public_sizes=tuple(len(federation.public[task]) for task in federation.tasks),
     )
 
 
@@ -397,6 +398,11 @@ def _check(experiment: Experiment) -> None:
     configs.check_shared_used(
         experiment.shared, {name: method.config for name, (method, _) in resolved.items()}
     )
+    if experiment.model.kind == "encoder" and experiment.model.features != "pooled":
+        raise UserError(
+            f"config: model.features is '{experiment.model.features}', which the probe alone has; set "
+            "model.kind = 'probe' or leave features out"
+        )
     if experiment.evaluation.select == "best_validation" and not (
         experiment.evaluation.test_every == experiment.evaluation.validation_every == 1
     ):
@@ -561,8 +567,9 @@ def lab_fedsee(
 
     quick: fewer seeds, samples up to 20 000, three cells of the last part. instance: arguments of
     `theory.mixture_geometry.make_instance` for the bounds' world (tables have worlds of their own). on_done:
-    told each step's name. Returns a JSON-ready dict with "ok": every bound and every table holds. Raises
-    UserError for settings that give no world."""
+    told each step's name. Returns a JSON-ready dict with "ok": every bound and every table holds, and in no
+    cell is the posterior more than a quarter worse than the best of convex, affine and public only
+    ("beyond_ok"). Raises UserError for settings that give no world."""
     from fedprism.theory import recovery_bounds, recovery_tables
     from fedprism.theory.recovery_without_anchors import study_cell
 
@@ -582,13 +589,15 @@ def lab_fedsee(
     for pool, n_i, n_m in _lab_cells(quick):
         cells.append(study_cell(pool, n_i, n_m, seeds["beyond"]))
         on_done(f"{pool}, n_i = {n_i}, n_m = {n_m}")
+    sound = all(cell.mean("posterior") <= 1.25 * cell.mean(cell.best_rival) for cell in cells)
     return {
         "name": "fedsee", "quick": quick, "seeds": seeds, "instance": changes, "versions": versions(),
         "checks": [asdict(check) for check in checks],
         "tables": [{**asdict(table), "ok": table.ok} for table in tables],
         "beyond": [cell.as_dict() for cell in cells],
         "curves": {name: curve(tables) for name, curve in recovery_tables.CURVES.items()},
-        "ok": all(check.ok for check in checks) and all(table.ok for table in tables),
+        "ok": all(check.ok for check in checks) and all(table.ok for table in tables) and sound,
+        "beyond_ok": sound,
     }  # fmt: skip
 
 

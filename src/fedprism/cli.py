@@ -184,9 +184,12 @@ def lab_fedsee(
         from fedprism import config as configs
         from fedprism.evaluation import laboratory
 
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise FileNotFoundError(f"lab: no folder {json_file.absolute().parent} for --json; make it first")
-        changes = configs.parse_settings(overrides or ())
+        if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+            raise FileNotFoundError(f"lab: --json {json_file} must name a file in a folder that exists")
+        above = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise FileExistsError(f"lab: --out {out} can't be a folder at {above}; name another")
+        changes = configs.parse_settings(overrides or (), example="kappa=16")
         with _steps(api.lab_steps(quick), quiet) as on_done:
             result = api.lab_fedsee(quick=quick, instance=changes, on_done=on_done)
         for table in laboratory.rich_tables(result):
@@ -196,6 +199,7 @@ def lab_fedsee(
             api.write_result(result, json_file)
         typer.echo(f"figures: {laboratory.save_figures(result, out)[0].parent}")
         failed = [check["id"] for check in (*result["checks"], *result["tables"]) if not check["ok"]]
+        failed += [] if result["beyond_ok"] else ["recovery without anchors"]
         typer.echo(f"failed: {', '.join(failed)}" if failed else "every bound and every table holds")
         if failed:
             raise typer.Exit(FAILED)

@@ -74,8 +74,10 @@ class ModelConfig:
     max_length: Annotated[int, Ge(8)] = 128  # tokens per example, special tokens included
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto = bf16 where the processor has it natively
     features: Literal["pooled", "rff"] = "pooled"  # probe: the heads see it, or random Fourier features of it
-    rff_features: Count = 512  # probe: number of random features, >= 1
-    rff_scale: Positive = 1.0  # probe: width of their kernel, > 0, in units of sqrt(pooled entries)
+    rff_features: Annotated[int, Ge(1), Le(65_536)] = 512  # probe: number of random features
+    rff_scale: Annotated[float, Ge(1e-3), Le(1e3)] = (
+        1.0  # probe: kernel width, in units of sqrt(pooled entries)
+    )
     cache_dir: str = ""  # probe: folder of cached features; "" = $FEDPRISM_CACHE or ~/.cache/fedprism
 
 
@@ -338,12 +340,12 @@ def config_hash(experiment: Experiment) -> str:
 # ---- overrides -----------------------------------------------------------------------------------
 
 
-def _override(raw: dict[str, Any], text: str) -> None:
+def _override(raw: dict[str, Any], text: str, example: str = "method.lr=0.01") -> None:
     """Apply "a.b=c" to nested tables, creating tables on the way."""
     key, equals, value = text.partition("=")
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path):
-        raise UserError(f"--set: got '{text}', needs key=value, for example method.lr=0.01")
+        raise UserError(f"--set: got '{text}', needs key=value, for example {example}")
     table = raw
     for depth, part in enumerate(path[:-1], start=1):
         inner = table.setdefault(part, {})
@@ -353,11 +355,11 @@ def _override(raw: dict[str, Any], text: str) -> None:
     table[path[-1]] = _value(value.strip())
 
 
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """ "a=c" settings as a table, c as in `load`. Raises UserError for a text without "=" or a name."""
+def parse_settings(texts: Sequence[str], *, example: str = "method.lr=0.01") -> dict[str, Any]:
+    """Settings "a=c" as a table, c as in `load`. Raises UserError for a text without "=" or a name."""
     table: dict[str, Any] = {}
     for text in texts:
-        _override(table, text)
+        _override(table, text, example)
     return table
 
 

@@ -75,13 +75,14 @@ class Facts:
 
     clients: ids in order. sizes: training examples of each. tasks: names of the tasks with a public set, in
     expert order (expert m belongs to tasks[m]). trained_tasks: those of them that occur in clients' training
-    data. seed: the run's seed."""
+    data. seed: the run's seed. public_sizes: rows of each task's public set; () where nobody says."""
 
     clients: tuple[int, ...]
     sizes: tuple[int, ...]
     tasks: tuple[str, ...]
     trained_tasks: tuple[str, ...]
     seed: int
+    public_sizes: tuple[int, ...] = ()
 
 
 @dataclass

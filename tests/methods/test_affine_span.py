@@ -230,6 +230,21 @@ def test_a_coarse_grid_of_strengths_never_finds_more_evidence_in_twenty_worlds()
         assert max(grid) <= found.log_evidence + data_constant(phi, 1) + 1e-6, world
 
 
+def test_an_expert_many_standard_deviations_along_the_span_is_reached() -> None:
+    # uploads c - d, c, c + d: standard deviation d sqrt(2 / 3); the expert c + 40 d; 3 examples, 6 features
+    rng = np.random.default_rng(12)
+    c, d = rng.standard_normal((2, 2, 6))
+    phi = rng.standard_normal((6, 3))
+    y = (c + 40 * d) @ phi + 0.1 * rng.standard_normal((2, 3))
+    uploads = np.stack([c - d, c, c + d])
+    found = posterior(uploads, moments(phi, y), c)
+    assert found.expert == pytest.approx(c + 40 * d, abs=0.5)
+    assert 20 < found.span < 55  # z = 40 / sqrt(2 / 3) = 49, alone in its kind
+    best = found.log_evidence + data_constant(phi, 2)
+    for span in (1.0, 5.0, 25.0, 49.0):
+        assert dense_log_density(uploads, phi, y, c, found.noise, span, found.off) <= best + 1e-4
+
+
 def test_one_upload_or_equal_uploads_leave_the_public_set_to_decide() -> None:
     phi, y = draw(40)
     for uploads in (uploads_of(1), np.repeat(uploads_of(1), 3, axis=0)):

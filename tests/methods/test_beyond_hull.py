@@ -71,7 +71,7 @@ def test_the_descent_settles_at_the_dense_minimum(span: float, off: float, n: in
     gradient, H = bowl(target)
     centre = pool.mean(0) + 0.1
     found = penalised_descent(
-        gradient, centre, span_directions(pool), span=span, off=off, n=n, steps=700, lr=0.1
+        gradient, centre, span_directions(pool), span=span, off=off, n=n, steps=1200, lr=0.1
     )
     assert torch.allclose(found, dense_minimum(H, target, centre, pool, span, off, n), atol=1e-3)
     assert float((found - centre).norm()) > 0.1
@@ -90,6 +90,16 @@ def test_without_off_the_expert_stays_in_the_affine_span_and_outside_the_hull_if
     assert weights.tolist() == pytest.approx([3, -1, -1], abs=0.05)
     out = penalised_descent(gradient, pool.mean(0), span_directions(pool), off=1.0, **given)
     assert torch.allclose(out, target, atol=1e-2)
+
+
+@pytest.mark.parametrize(("span", "moved"), [(1.0, 0.25), (4.0, 0.5)])
+def test_the_rate_falls_to_zero_along_a_slope(span: float, moved: float) -> None:
+    # a constant gradient: Adam's steps are the rates .1 (1, 3/4, 2/4, 1/4), times t along the direction
+    found = penalised_descent(
+        lambda theta: (0.0, torch.ones(1)), torch.zeros(1), torch.ones(1, 1), span=span, off=0.0, n=10**9,
+        steps=4, lr=0.1,
+    )  # fmt: skip
+    assert float(found) == pytest.approx(-moved, rel=1e-5)
 
 
 def test_equal_uploads_leave_the_descent_where_it_began() -> None:
@@ -123,12 +133,12 @@ class Tasks:
     """Quadratic losses, one bowl per task; `held_out` has bowls of its own. Counts who was asked what."""
 
     def __init__(self, fitted: list[Tensor], held: list[Tensor]) -> None:
-        self.fitted, self.held = fitted, held
+        self.bowls, self.held = [bowl(target)[0] for target in fitted], held
         self.descents: dict[int, int] = {}
 
     def gradient(self, m: int, theta: Tensor) -> tuple[float, Tensor]:
         self.descents[m] = self.descents.get(m, 0) + 1
-        return bowl(self.fitted[m])[0](theta)
+        return self.bowls[m](theta)
 
     def held_out(self, m: int, theta: Tensor) -> float:
         return float((theta - self.held[m]).square().sum())
@@ -189,6 +199,36 @@ def test_the_span_of_a_posterior_is_the_one_that_did_best_without_off() -> None:
     assert [name for name in out.held_out[0] if name.startswith("posterior")] == [
         f"posterior 1, {off:g}" for off in OFFS
     ]
+
+
+@pytest.mark.parametrize("centre", ["affine 100", "convex"])
+def test_the_posterior_is_centred_on_the_better_of_span_and_hull(centre: str) -> None:
+    target = OUTSIDE + BESIDE - INSIDE  # partly along the span, partly off it
+    convex = target + 0.3 if centre == "convex" else POOL[0]
+    tasks = Tasks([target], [target])
+    out = leave_hull(
+        tasks.gradient, tasks.held_out, POOL, convex[None], hull="posterior", sizes=[2], steps=300
+    )
+    (losses,) = out.held_out
+    assert min((name for name in losses if "posterior" not in name), key=losses.get) == centre  # type: ignore[arg-type]
+    assert out.chosen == ("posterior 100, 1",)
+    H = bowl(target)[1]
+    start = convex if centre == "convex" else dense_minimum(H, target, POOL.mean(0), POOL, 100.0, 0.0, 2)
+    expected = dense_minimum(H, target, start, POOL, 100.0, 1.0, 2)
+    assert torch.allclose(out.experts[0], expected, atol=1e-2)
+    assert float((expected - start).norm()) > 0.1
+
+
+def test_few_examples_keep_a_task_nearer_to_the_centre_than_many() -> None:
+    tasks = Tasks([OUTSIDE, OUTSIDE], [OUTSIDE, OUTSIDE])
+    out = leave_hull(
+        tasks.gradient, tasks.held_out, POOL, POOL[:2], hull="affine", sizes=[1, 1000], steps=300
+    )
+    assert out.chosen == ("affine 100", "affine 100")
+    for theta, n in zip(out.experts, (1, 1000), strict=True):
+        expected = dense_minimum(bowl(OUTSIDE)[1], OUTSIDE, POOL.mean(0), POOL, 100.0, 0.0, n)
+        assert torch.allclose(theta, expected, atol=1e-3)
+    assert float((out.experts[0] - out.experts[1]).norm()) > 5e-3
 
 
 @pytest.mark.parametrize("hull", ["convex", "conical"])

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from fedprism import api
+from fedprism.evaluation import plots, reports
 from fedprism.methods import fedsee
 from fedprism.methods.fedsee import Config, assign
 from fedprism.methods.lora_frames import align
 from fedprism.models.interface import Bank
 from fedprism.protocol import Ask, Reply, payload_bytes
 from tests.tiny import Linear, drive, facts_of, mixed_clients
+from tests.tiny_text import Tiny
 
 FAST: dict[str, Any] = {
     "rounds": 4, "init_epochs": 2, "batch_size": 8, "lr": 0.05, "public_batch": 8, "extract_steps": 10,
@@ -242,3 +247,95 @@ def test_a_client_that_was_never_asked_is_served_by_the_averages() -> None:
     bank = Bank(got["A"], got["experts"], got["router"])
     expected = clients[never].model.apply(got["pair"], batch, bank=bank).logits
     assert torch.equal(fedsee.predictor(clients[never], got, cfg)(batch).logits, expected)
+
+
+# ---- experts outside the hull, and experts for some tasks only -----------------------------------
+
+
+@pytest.mark.parametrize("public_batch", [0, 8])
+@pytest.mark.parametrize("hull", ["affine", "auto", "posterior"])
+def test_experts_outside_the_hull_run_and_the_log_says_which_was_taken(hull: Any, public_batch: int) -> None:
+    clients = fresh()
+    cfg = Config(**{**FAST, "public_batch": public_batch}, hull=hull, hull_steps=5)
+    ends = drive(fedsee.METHOD, cfg, clients)
+    assert len(ends) == 3
+    allowed = {"affine": {"affine"}, "auto": {"affine", "convex"}}.get(
+        hull, {"affine", "convex", "posterior"}
+    )
+    for end in ends:
+        assert len(end.log["hull"]) == 2  # one word per expert
+        assert {name.split()[0] for name in end.log["hull"]} <= allowed
+        C = torch.tensor(end.log["contributions"])  # those of the convex program all the same
+        assert float((C.sum(1) - 1).abs().max()) < 1e-6
+    batch = next(clients[0].data["test"].batches(8))
+    out = fedsee.predictor(clients[0], fedsee.serve(cfg, ends[-1].state), cfg)(batch)
+    assert bool(torch.isfinite(out.logits).all())
+
+
+def test_the_published_hull_logs_no_words_and_an_affine_one_gives_other_experts() -> None:
+    flat = {
+        hull: drive(fedsee.METHOD, Config(**FAST, hull=hull, hull_steps=20), fresh(), stop=1)[0]
+        for hull in ("convex", "affine")
+    }
+    assert flat["convex"].log["hull"] == []
+    convex, affine = (torch.stack([e["lora_B.p"] for e in flat[h].state.experts.values()]) for h in flat)
+    assert convex.shape == affine.shape
+    assert float((convex - affine).abs().max()) > 1e-3
+
+
+def test_two_experts_for_three_tasks_run_to_the_end() -> None:
+    clients = mixed_clients(4, 3, d=3, model=Linear(3, rank=2))
+    cfg = Config(**FAST, experts=2)
+    ends = drive(fedsee.METHOD, cfg, clients, facts=facts_of(clients, n_tasks=3))
+    assert len(ends) == 3
+    state = ends[-1].state
+    assert state.tasks == ("task0", "task1")
+    assert sorted(state.experts) == [0, 1]
+    for end in ends:
+        C = torch.tensor(end.log["contributions"])
+        assert C.shape == (2, 4)
+        assert C.sum(0).tolist() == pytest.approx([0.5] * 4, abs=1e-3)  # M / N with M = 2
+        assert torch.tensor(end.log["public_losses"]).shape == (2, 2)
+    assert all(len(row) == 2 for row in ends[-1].log["assigned"])
+
+
+def test_more_experts_than_public_sets_are_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^fedsee: got 9 experts, 2 public sets; needs 1 to as many as sets$"):
+        fedsee.start(Config(**FAST, experts=9), Linear(3), facts_of(fresh()))
+    with pytest.raises(ValueError, match="got 9 experts, 3 public sets; needs 1 to as many") as fault:
+        api.run_experiment(tiny.experiment("fedsee", method__fedsee__experts=9), tmp_path / "run")
+    assert "\n" not in str(fault.value)
+
+
+def test_a_run_with_fewer_experts_than_tasks_is_reported_with_zeros_for_the_rest(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "write_report", lambda dirs: Path(dirs[0]) / "report.html")  # all its pictures
+    threads = torch.get_num_threads()
+    try:
+        few = {"method__fedsee__experts": 2, "method__fedsee__hull": "auto", "method__fedsee__hull_steps": 2}
+        experiment = tiny.experiment("fedsee", method__rounds=3, **few)
+        summary = api.run_experiment(experiment, tmp_path / "run")
+    finally:
+        torch.set_num_threads(threads)
+    (run,) = summary["runs"]
+    assert run["complete"]
+    estimated, given = (np.array(run["mixture"][key]) for key in ("estimated", "partitioner"))
+    assert estimated.shape == given.shape == (4, 3)
+    assert (estimated[:, 2] == 0).all()
+    assert estimated[:, :2].sum(1) == pytest.approx(1.0)
+    assert run["mixture"]["mae"] == pytest.approx(float(np.abs(estimated - given).mean()))
+    assert np.array(run["public_losses"]).shape == (2, 2)
+    figure = plots.public_losses(reports.load_experiment(tmp_path / "run"), "fedsee")
+    assert figure is not None
+    drawn = figure.axes[0]
+    assert [tick.get_text() for tick in drawn.get_xticklabels()] == ["fruit", "metal"]
+    cells = [float(text.get_text().removesuffix(" ●")) for text in drawn.texts]
+    assert cells == pytest.approx(np.ravel(run["public_losses"]), abs=6e-4)
+
+
+def test_a_public_set_of_one_row_is_refused_before_training_where_experts_may_leave_the_hull() -> None:
+    facts = replace(facts_of(fresh()), public_sizes=(5, 1))
+    fedsee.start(Config(**FAST), Linear(3), facts)
+    with pytest.raises(ValueError, match=r"^fedsee: a public set of one row, hull needs 2 or more of each"):
+        fedsee.start(Config(**FAST, hull="affine"), Linear(3), facts)

@@ -326,9 +326,9 @@ client trained; lower is better. Right: a router is trained towards equal use of
 client's mixture, and the <b>mismatch</b> is how far its mean use ends from that mixture: from 0 (equal) to 2
 (nothing in common).</p>
 {{ picture("geometry_routing", "Cross-entropy by weights, and usage mismatch by target") }}
-<p class="how">All numbers beside the published ones.
+<p class="how">All numbers beside the published ones; small ones are standard deviations over seeds.
 {% if geometry.several %}
-Small numbers are sample standard deviations over seeds; point at a cell for the single seeds.
+Point at a cell for the single seeds.
 {% endif %}
 Backbone, data and steps may differ from the published setting, so compare orders rather than levels; whether
 each seed keeps the orders that the paper reports stands below.</p>

@@ -47,7 +47,9 @@ class PublicMoments:
 
 
 def merge(parts: Sequence[PublicMoments]) -> PublicMoments:
-    """The moments of all parts' examples together."""
+    """The moments of all parts' examples together. Raises ValueError for none."""
+    if not parts:
+        raise ValueError("hull: got no public examples, needs at least one")
     n = sum(part.n for part in parts)
     share = [part.n / n for part in parts]
     return PublicMoments(
@@ -154,9 +156,11 @@ def posterior(uploads: Floats, public: PublicMoments, centre: Floats) -> Posteri
     # the scale of e: from nothing to the size of the uploads, or of what they leave open if that is more
     entry = np.log(max(float((uploads**2).mean()), 1e-300))
     top = max(entry + 4.0, np.log(max(float((gap**2).max(initial=0.0)), 1e-300)))
-    bounds = [(first - 3.0, first + 3.0), (-14.0, 8.0), (entry - 20.0, top)]
+    lowest = first - (3.0 if freedom else 12.0)  # with r examples or fewer no residual tells the noise
+    bounds = [(lowest, first + 3.0), (-14.0, 8.0), (entry - 20.0, top)]
     grid = [
-        np.array([first, t, entry + e])
+        np.array([noise, t, entry + e])
+        for noise in np.arange(first, lowest, -4.0)
         for t in (-4.0, -1.0, 2.0, 5.0)
         for e in np.arange(-16.0, top - entry, 4.0)
     ]

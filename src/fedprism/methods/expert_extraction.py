@@ -244,3 +244,15 @@ def extract(
         )
         experts = outside.experts
     return Extraction(omega, experts, losses, residual, grad_norms / calls, row_norms / calls, outside)
+
+
+def smooth_contributions(C: Tensor | None, new: Tensor, columns: Sequence[int], rate: float) -> Tensor:
+    """Smoothed contributions (spec 6): C <- (1 - rate) C + rate C* in the columns of who took part.
+
+    C: (M, N) so far, None before the first. new: (M, N_t), the raw C*. columns: where its columns stand in C.
+    rate: weight of the new matrix, lambda."""
+    if C is None:
+        return new
+    smoothed = C.clone()
+    smoothed[:, columns] = (1 - rate) * smoothed[:, columns] + rate * new
+    return smoothed

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedprism.methods.beyond_hull import DESCENTS
-from fedprism.methods.expert_extraction import PublicLosses, warm_start
+from fedprism.methods.expert_extraction import PublicLosses, smooth_contributions, warm_start
 from fedprism.methods.expert_extraction import extract as run_extraction
 from fedprism.methods.lora_frames import accuracies, align, average_rows
 from fedprism.methods.simplex import SERVER, client_mass
@@ -145,7 +145,11 @@ def start(cfg: Config, model: Model, facts: Facts) -> State:
     """A Kaiming uniform, B zero, both from the run seed; the head only where it is trained."""
     M = cfg.experts or len(facts.tasks)
     if cfg.update_rounds < 1 or not 1 <= M <= len(facts.tasks):
-        raise ValueError(f"fedsee: got {M} experts, needs 1 to {len(facts.tasks)}, one per public set")
+        raise ValueError(
+            f"fedsee: got {M} experts, {len(facts.tasks)} public sets; needs 1 to as many as sets"
+        )
+    if cfg.hull != "convex" and min(facts.public_sizes[:M], default=2) < 2:
+        raise ValueError("fedsee: a public set of one row, hull needs 2 or more of each; set hull = 'convex'")
     head = model.init("head", facts.seed) if cfg.head_init == "train_init" else {}
     A, B = model.init("lora_A", facts.seed), model.init("lora_B", facts.seed)
     return State(0, facts.tasks[:M], facts.clients, facts.seed, A, B, head, idle=(0,) * M)
@@ -286,10 +290,7 @@ def _absorb(
     new = client_mass(got["omega"], [owner for owner, _ in keys], list(chosen))  # (M, N_t), the raw C*
     if cfg.keep_previous:
         new = new / new.sum(1, keepdim=True)  # the rest of a row is the server's own entry
-    C = new if state.C is None else state.C.clone()
-    if state.C is not None:
-        columns = [state.clients.index(i) for i in chosen]
-        C[:, columns] = (1 - cfg.smoothing) * C[:, columns] + cfg.smoothing * new
+    C = smooth_contributions(state.C, new, [state.clients.index(i) for i in chosen], cfg.smoothing)
     state = replace(state, round=state.round + 1, experts=got["experts"], keys=keys, omega=got["omega"], C=C)
     log = {
         "contributions": new.tolist(), "smoothed": C.tolist(), "public_losses": got["table"].tolist(),

@@ -12,8 +12,9 @@ exactly W0 + s mean(B) A. "mean_of_products" takes s mean(B_i A_i) instead, as o
 round 0 nothing is dropped out: dropout would hit the absorbed pair too, and add noise to the distances.
 The shared schedule is AdamW with a rate that falls linearly to 0 over the steps, fresh for each block.
 The true mixture is that of a client's training rows; the clients count them, since the server knows none.
-Routing (Table 6) trains without a KL term. The two routers of the calibration start alike and see the same
-batches; the weight of their KL term is unpublished. Mean usage is over validation tokens and projections.
+Routing (Table 6) trains without a KL term; for pure clients learned and true are shown, not judged. The two
+routers of the calibration start alike and see the same batches; the weight of their KL term is unpublished.
+Mean usage is over validation tokens and projections.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def train_block(client: Client, got: Body, cfg: Config) -> Body:
 
 @phase(receives=["n_tasks"], sends=["counts"])
 def composition(client: Client, got: Body, cfg: Config) -> Body:
-    """Training rows of each task, (T,) int64: what the diagnostics compare with; no method may ask for it."""
+    """Training rows of each task, (T,) int64: for comparison alone; methods that serve clients do without."""
     return {"counts": torch.bincount(client.data["train"].columns["task"], minlength=got["n_tasks"])}
 
 
