@@ -117,14 +117,23 @@ def test_a_single_task_is_a_world_too() -> None:
         ({"gamma": 0.5}, "gamma", "anchors=false"),
         ({"kappa": 0.5}, "kappa is 0.5", "at least 1"),
         ({"kappa": float("inf")}, "kappa is inf", "at least 1"),
+        ({"kappa": 1.1e8}, "kappa is 110000000.0", "at most 1e8"),
+        ({"diam": 1e-7}, "diam is 1e-07", "at least 1e-6 and at most 1e6"),
+        ({"diam": 2e6}, "diam is 2000000.0", "at least 1e-6 and at most 1e6"),
+        ({"sigma": 1e-7}, "sigma is 1e-07", "at least 1e-6 and at most 1e6"),
+        ({"sigma": 2e6}, "sigma is 2000000.0", "at least 1e-6 and at most 1e6"),
+        ({"conc": 1e-4}, "conc is 0.0001", "at least 1e-3 and at most 1e6"),
+        ({"conc": 2e6}, "conc is 2000000.0", "at least 1e-3 and at most 1e6"),
+        ({"M": "abc"}, "M is 'abc'", "whole number"),
+        ({"eps": [0.1]}, "eps is [0.1]", "a number"),
         ({"N": 2}, "N is 2", "at least M = 3"),
         ({"r": 11}, "r is 11", "at most d = 10"),
         ({"spectrum": "flat"}, "'flat'", "geometric, linear"),
         ({"seed": -1}, "seed is -1", "at least 0"),
         ({"l": 0}, "l is 0", "at least 1"),
-        ({"conc": 0.0}, "conc is 0.0", "more than 0"),
-        ({"diam": -6.0}, "diam is -6.0", "more than 0"),
-        ({"sigma": float("nan")}, "sigma is nan", "more than 0"),
+        ({"conc": 0.0}, "conc is 0.0", "at least 1e-3"),
+        ({"diam": -6.0}, "diam is -6.0", "at least 1e-6"),
+        ({"sigma": float("nan")}, "sigma is nan", "at least 1e-6"),
     ],
 )
 def test_values_out_of_range_are_refused_in_one_line(changes: dict[str, Any], got: str, need: str) -> None:
@@ -315,6 +324,22 @@ def test_cluster_centres_of_separated_points_are_their_means() -> None:
     points = places[:, None] + rng.normal(scale=0.1, size=(4, 5, 1, 2))
     centres = geometry.cluster_centres(points.reshape(20, 1, 2), 4, np.random.default_rng(1))
     assert geometry.vertex_set_error(centres, points.mean(1)) < 1e-12
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_cluster_centres_of_what_is_not_finite_are_refused(value: float) -> None:
+    uploads = make_instance(0).optima.copy()
+    uploads[3, 0, 0] = value
+    with pytest.raises(ValueError, match=r"^cluster centres: got uploads that are not finite, needs finite"):
+        geometry.cluster_centres(uploads, 6, np.random.default_rng(0))
+
+
+def test_the_ends_of_the_ranges_are_worlds() -> None:
+    for changes in ({"kappa": 1e8, "diam": 1e6, "sigma": 1e-6}, {"kappa": 1, "diam": 1e-6, "sigma": 1e6}):
+        world = small_world(conc=1e-3, **changes)
+        assert np.isfinite(world.optima).all()
+        assert geometry.diameter(world.experts) == pytest.approx(changes["diam"])
+    assert np.isfinite(small_world(conc=1e6).alpha).all()
 
 
 def test_cluster_centres_repeat_with_the_generator() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
+from time import process_time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +75,25 @@ OTHER_WORLDS: list[dict[str, object]] = [
 ]
 
 
+EXTREMES: list[dict[str, object]] = [
+    {"kappa": 1e8},
+    {"kappa": 1e8, "diam": 1e6, "sigma": 1e-6},
+    {"kappa": 1e8, "eps": 0.0, "diam": 1e-6, "sigma": 1e-6},
+    {"diam": 1e-6, "sigma": 1e6},
+    {"anchors": False, "conc": 1e-3, "kappa": 1e8},
+    {"conc": 1e6, "kappa": 1e4},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", EXTREMES, ids=str)
+def test_the_statements_hold_at_the_ends_of_the_ranges_in_a_few_seconds(world: dict[str, object]) -> None:
+    start = process_time()
+    failed = [check for check in bounds.run_checks([0, 1], world) if not check.ok]
+    assert not failed
+    assert process_time() - start < 2 * 6  # about 1.5 s a seed, and room for a slow processor
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", OTHER_WORLDS, ids=str)
 def test_the_statements_hold_in_other_worlds(world: dict[str, object]) -> None:
@@ -87,12 +109,17 @@ def test_ratios_are_those_measured_independently() -> None:
     assert mixture.ratio < 0.05
 
 
+def make_instance_of(seed: int, instance: Mapping[str, Any]) -> Instance:
+    return make_instance(seed, **instance)
+
+
 def test_a_run_keeps_the_worst_seed_and_one_failure_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(seed: int, **instance: object) -> bounds.Check:
         return bounds.Check("X", "fake", seed, 10, seed / 10, seed != 2)
 
     done: list[str] = []
     monkeypatch.setattr(bounds, "CHECKS", {"X": fake, "Y": fake})
+    monkeypatch.setattr(bounds, "WORLDS", dict.fromkeys("XY", make_instance_of))
     found = bounds.run_checks([1, 5, 2], on_done=done.append)
     assert done == ["X", "Y"]
     assert [c.value for c in found] == [2, 2]  # the failed one, though 5 has the larger ratio
@@ -115,6 +142,13 @@ def test_what_is_not_a_number_fails() -> None:
     assert bounds.judge("X", "x", [bounds.Side("a", 0.0, 0.0)]).ratio == 0
 
 
+def test_nothing_compared_is_an_error_and_no_success() -> None:
+    with pytest.raises(ValueError, match=r"^side 'a': got no cases, needs at least one; leave the side out$"):
+        bounds.judge("X", "x", [bounds.Side("a", np.zeros(0), 1.0), bounds.Side("b", 0.0, 1.0)])
+    with pytest.raises(ValueError, match=r"^X: got no inequality to judge"):
+        bounds.judge("X", "x", [])
+
+
 WRONG = [
     ({"seeds": []}, "no seeds"),
     ({"ids": ["B99"]}, "unknown check 'B99'"),
@@ -124,11 +158,32 @@ WRONG = [
     ({"instance": {"l": 1, "r": 2, "M": 4}, "ids": ["B4"]}, r"l \* r = 2"),
     ({"instance": {"anchors": False, "N": 3}, "ids": ["B15"]}, "N is 3 uploads"),
     ({"instance": {"eps": 0.7}}, "eps is 0.7"),
+    ({"instance": {"seed": 3}}, "^checks: unknown setting 'seed'"),
+    ({"seeds": [0, -1]}, "^checks: seed is -1"),
+    ({"seeds": [0.5]}, "^checks: seed is 0.5"),
+    ({"instance": {"anchors": False, "gamma": 0.0}}, "^B16: gamma is 0.0, needs more than 0"),
+    ({"instance": {"gamma": 0, "anchors": False}, "ids": ["B16"]}, "^B16: gamma is 0, needs more than 0"),
+    ({"instance": {"gamma": "abc"}, "ids": ["B16"]}, "gamma is 'abc'"),
+    ({"instance": {"l": 1}}, "^B12: l is 1, needs at least 2 classes"),
+    ({"instance": {"l": 1, "r": 2, "M": 4}}, r"^B4: M is 4 with l \* r = 2"),
+    ({"instance": {"anchors": False, "N": 3}}, "^B15: N is 3 uploads"),
+    *(
+        ({"instance": {setting: value}, "ids": [name]}, f"^instance: {setting} is ")
+        for name, settings in (("B10", "MN"), ("B12", "lr"), ("B13", "lr"))
+        for setting in settings
+        for value in ("abc", [2, 3], None, 2.5)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[m for _, m in WRONG])
-def test_wrong_arguments_are_named_in_one_line(arguments: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[f"{a}" for a, _ in WRONG])
+def test_wrong_arguments_are_named_in_one_line_before_any_check(
+    arguments: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(seed: int, **instance: object) -> bounds.Check:
+        raise AssertionError("a check ran")
+
+    monkeypatch.setattr(bounds, "CHECKS", dict.fromkeys(bounds.CHECKS, unwanted))
     with pytest.raises(ValueError, match=message) as error:
         bounds.run_checks(**{"seeds": [0], **arguments})  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
@@ -216,9 +271,26 @@ def test_terms_of_the_finite_sample_bound_by_hand() -> None:
 def test_the_public_data_term_has_the_size_of_restricted_least_squares() -> None:
     """With Phi = I and no distance from the pool's face, the mean square error is sigma^2 d_S / n."""
     world = make_instance(0, kappa=1.0, diam=1e-6, N=6, l=3, r=4, d=8)
-    errors, d_S = bounds.public_errors(world, np.random.default_rng(0), [500, 4000], draws=40)
+    errors, risks, d_S = bounds.public_errors(world, np.random.default_rng(0), [500, 4000], draws=40)
     assert d_S == 5
+    assert risks == pytest.approx(errors)
     assert errors == pytest.approx(0.5 * np.sqrt(5 / np.array([500, 4000])), rel=0.2)  # 4 standard errors
+
+
+def test_the_risk_of_the_public_data_term_does_not_depend_on_conditioning() -> None:
+    """In risk norm the mean square error is sigma^2 d_S / n at any kappa; in Frobenius norm less."""
+    world = make_instance(0, kappa=1e6, diam=1e-6, N=6, l=3, r=4, d=8)
+    errors, risks, _ = bounds.public_errors(world, np.random.default_rng(0), [500, 4000], draws=40)
+    assert risks == pytest.approx(0.5 * np.sqrt(5 / np.array([500, 4000])), rel=0.2)
+    assert (errors < risks).all()
+
+
+def test_a_cloud_that_spans_everything_lies_around_the_optimum() -> None:
+    """l r = 2 below 12 uploads: no direction is left, so the error is that of least squares with d_S = 2."""
+    world = make_instance(0, kappa=1.0, diam=100.0, l=1, r=2, d=8)
+    errors, _, d_S = bounds.public_errors(world, np.random.default_rng(0), [500, 4000], draws=100)
+    assert d_S == 2
+    assert errors == pytest.approx(0.5 * np.sqrt(2 / np.array([500, 4000])), rel=0.2)
 
 
 def test_finite_sample_recovery_fails_for_a_wrong_rate_or_understated_upload_errors() -> None:
@@ -423,6 +495,33 @@ def test_the_balanced_program_agrees_with_scipy() -> None:
     )
 
 
+def test_the_coupling_check_notices_a_balanced_program_that_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        bounds, "balanced_quadratic", lambda G, b, *_, **__: torch.full(b.shape, 1 / b.shape[1])
+    )
+    check = bounds.check_coupling(0)
+    assert not check.ok
+    assert "two pure anchors" in check.note
+
+
+def test_the_coupling_check_notices_a_program_of_the_wrong_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turned(G: torch.Tensor, b: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        return balanced_quadratic(G, -b, *args, **named)
+
+    monkeypatch.setattr(bounds, "balanced_quadratic", turned)
+    assert not bounds.check_coupling(0).ok
+
+
+def test_known_balance_and_descent_by_hand() -> None:
+    world = line_world([0, 2], [[1, 0], [0, 1]])
+    assert bounds.judge_known_balance(world, world.experts + 1.9e-6).ok  # 1e-6 of the diameter 2
+    assert not bounds.judge_known_balance(world, world.experts + 2.1e-6).ok
+    assert bounds.judge_descent(np.array([3.0, 1.0]), np.array([2.0, 2.0]), 1.0).ratio == pytest.approx(1)
+    assert not bounds.judge_descent(np.array([3.0, 1.1]), np.array([2.0, 2.0]), 1.0).ok
+
+
 def test_the_coupling_excess_by_hand() -> None:
     """Phi = 4, balanced expert off by 1/2: excess 4 / 4, allowed squared error 1 / 4, met exactly."""
     world = line_world([0, 1], [[1, 0], [0, 1]], scale=2)
@@ -459,7 +558,7 @@ def test_sinkhorn_is_the_kl_projection_on_the_marginals() -> None:
 
 def test_smoothing_by_hand() -> None:
     first, new = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([[0.5, 0.5], [0.5, 0.5]])
-    path = bounds.smooth(first, np.stack([new] * 3), 0.5)
+    path = bounds.smoothed_path(first, np.stack([new] * 3), 0.5)
     assert path[:, 0, 0] == pytest.approx([1, 0.75, 0.625])
     check = bounds.judge_smoothing(path, np.stack([new] * 3), 0.5)
     assert check.ok
@@ -470,20 +569,59 @@ def test_steady_drift_attains_drift_over_rate() -> None:
     start, end = np.eye(2), np.full((2, 2), 0.5)
     steps = np.linspace(0, 1, 201)[:, None, None]
     raw = (1 - steps) * start + steps * end
-    error = np.linalg.norm(bounds.smooth(start, raw, 0.2) - raw, axis=(1, 2))
+    error = np.linalg.norm(bounds.smoothed_path(start, raw, 0.2) - raw, axis=(1, 2))
     assert error[-1] == pytest.approx(np.linalg.norm(end - start) / 200 / 0.2, rel=1e-6)
 
 
 def test_smoothing_fails_for_another_rate_and_for_broken_marginals() -> None:
     first, new = np.eye(2), np.full((2, 2), 0.5)
     raw = np.stack([new] * 8)
-    path = bounds.smooth(first, raw, 0.5)
-    assert not bounds.judge_smoothing(bounds.smooth(first, raw, 0.4), raw, 0.5).ok
+    path = bounds.smoothed_path(first, raw, 0.5)
+    assert not bounds.judge_smoothing(bounds.smoothed_path(first, raw, 0.4), raw, 0.5).ok
     path[3] *= 1.001
     assert not bounds.judge_smoothing(path, raw, 0.5).ok
 
 
+def test_smoothing_fails_for_sums_that_are_not_those_of_contributions() -> None:
+    """Inputs as far off as the output do not excuse it: rows within 1e-9, columns within 1e-3."""
+    even = np.full((4, 2, 3), 1 / 3)
+    assert bounds.judge_smoothing(even, even, 0.5).ok
+    for rows in (1 + 2e-9, 1 - 2e-9):
+        assert not bounds.judge_smoothing(even * rows, even * rows, 0.5).ok
+    for moved, ok in ((0.9e-3, True), (1.1e-3, False)):  # rows stay 1, a column gains 2 * moved / 2
+        shifted = even + np.array([moved, -moved, 0]) / 2
+        assert bounds.judge_smoothing(shifted, shifted, 0.5).ok is ok
+
+
+def test_the_smoothing_check_notices_matrices_that_are_not_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "sinkhorn", lambda omega, *_: omega)
+    check = bounds.check_smoothing(0)
+    assert not check.ok
+    assert "sums" in check.note
+
+
+@pytest.mark.parametrize("broken", ["rate swapped", "no smoothing", "never moves"])
+def test_the_smoothing_check_notices_another_smoothing(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    smooth = bounds.smooth_contributions
+    changed = {
+        "rate swapped": lambda rate: 1 - rate,
+        "no smoothing": lambda _: 1.0,
+        "never moves": lambda _: 0.0,
+    }
+    monkeypatch.setattr(
+        bounds,
+        "smooth_contributions",
+        lambda C, new, columns, rate: smooth(C, new, columns, changed[broken](rate)),
+    )
+    assert not bounds.check_smoothing(0).ok
+
+
 # ---- B12, B13: general losses --------------------------------------------------------------------
+
+
+def test_the_general_loss_says_which_conditioning_it_ran_at() -> None:
+    assert "kappa 1e+04 (at most 1e4)" in bounds.check_general_loss(0, kappa=1e8).note
+    assert "kappa 9 (at most 1e4)" in bounds.check_general_loss(0, kappa=9.0).note
 
 
 def tiny_tasks(ridge: float = 0.1, seed: int = 0, **settings: int) -> bounds.SoftmaxTasks:
@@ -669,6 +807,13 @@ def test_a_shrunk_world_on_a_line_by_hand() -> None:
     assert not bounds.judge_interior(world, twin, 0.5, [world.experts], [twin.experts]).ok
     with pytest.raises(ValueError, match=r"t is 0\.6"):
         bounds.shrink(world, 0.6)
+
+
+def test_the_interior_check_takes_the_pull_it_is_given() -> None:
+    assert "t 0.01," in bounds.check_interior(0, gamma=0.01).note
+    whole = bounds.check_interior(0, gamma=1.0)  # every client uniform; t = separation / 2 diameter
+    assert whole.ok
+    assert whole.note == bounds.check_interior(0, gamma=1.0, eps=0.3).note
 
 
 def test_vertex_errors_are_those_of_the_best_permutation() -> None:

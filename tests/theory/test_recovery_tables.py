@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from fedprism.theory import mixture_geometry as geometry
 from fedprism.theory import recovery_tables as tables
 from fedprism.theory.mixture_geometry import Instance, extract, make_instance, upload_programs
 from fedprism.theory.recovery_tables import SHOWN, Row, Table, Tolerance, judge, judge_largest
@@ -174,12 +175,55 @@ def test_identity_scored_with_names_forgiven_fails(monkeypatch: pytest.MonkeyPat
     assert missed(fresh("T12")) == ["SPA, task identity"]
 
 
+def test_projection_that_stops_off_the_supervised_vertices_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T12 claims the same set to three decimals."""
+    project = tables.successive_projection
+    monkeypatch.setattr(tables, "successive_projection", lambda *args: project(*args) + 0.1 / 192**0.5)
+    assert "vertex set, distance from supervised" in missed(fresh("T12"))
+
+
+def test_a_risk_norm_that_forgets_phi_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost q is summed by hand and so does not change with the norm that the router's risk uses."""
+    monkeypatch.setattr(geometry, "phi_norm2", lambda C, phi: (C**2).sum((-2, -1)))
+    failed = missed(fresh("T18"))
+    assert [setting for setting in failed if setting.startswith("τ")] == [
+        f"τ = {tau:g}" for tau in tables.ROUTER_STEPS
+    ]
+
+
+def test_a_change_with_kappa_fails_where_all_clients_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No expected value for random experts with drawn clients: their change with kappa is what is judged."""
+    whole = [row for row in quick("T8").rows if row.setting.startswith("random experts, all clients")]
+    assert [row.expected for row in whole] == [None, None, None, None, 0.0]
+    assert [row.tolerance for row in whole] == ["shown"] * 4 + ["at most 0.001"]
+
+    def wider(*args: Any, **named: Any) -> Instance:
+        world = make_instance(*args, **named)
+        return replace(world, experts=world.experts * (1 + 1e-3 * np.log(world.kappa)))
+
+    monkeypatch.setattr(tables, "make_instance", wider)
+    assert "random experts, all clients, largest change with κ of a seed" in missed(fresh("T8"))
+
+
 # ---- constructions -----------------------------------------------------------------------------
 
 
 def test_anchor_gaps_are_distances_from_the_mean_of_the_others() -> None:
     experts = np.array([[[0.0, 0.0]], [[4.0, 0.0]], [[2.0, 6.0]]])
     assert_allclose(tables.anchor_gaps(experts), np.sqrt([3**2 + 3**2, 3**2 + 3**2, 6**2]))
+
+
+def test_the_cost_of_a_uniform_router_by_hand() -> None:
+    """A = (1 1; 0 2), so Phi = (2 2; 2 4). Tasks (0, 0) and (2, 4): each (1, 2) from the centre, and
+    (1, 2) Phi (1, 2)' = 2 + 8 + 16 = 26."""
+    experts = np.array([[[0.0, 0.0]], [[2.0, 4.0]]])
+    assert_allclose(tables.centre_cost(experts, np.array([[1.0, 1.0], [0.0, 2.0]])), [26, 26])
+
+
+def test_published_numbers_are_those_of_the_paper() -> None:
+    assert [row.published for row in quick("T5").rows] == [0, 0.6, 1.2, 2.4, 3.6, 4.8]
+    published = quick("T18").rows[-1]
+    assert (published.ours, published.tolerance, published.ok) == (26.324, "20 to 36", True)
 
 
 def test_tasks_on_eigendirections_give_mixtures_the_condition_number_of_phi() -> None:

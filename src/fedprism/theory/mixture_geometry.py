@@ -92,12 +92,13 @@ def make_instance(
 ) -> Instance:
     """Draw an instance (spec 2.1).
 
-    d, r, l: inputs, features (r <= d), outputs. M tasks, N clients. kappa >= 1: condition number of Phi, the
-    smallest eigenvalue being 1. diam > 0: largest Frobenius distance of two task optima. sigma > 0: noise.
-    eps in [0, 1/2): impurity of the anchors, client m < M has share 1 - eps of task m. conc > 0: Dirichlet
-    concentration of the other clients. anchors: False for a pool in which every client is drawn. gamma in [0,
-    1]: pull of every drawn client towards the uniform mixture (needs anchors=False); 1 makes all of them
-    uniform. spectrum: spacing of the singular values of A, "geometric" or "linear".
+    d, r, l: inputs, features (r <= d), outputs. M tasks, N clients. kappa in [1, 1e8]: condition number of
+    Phi, the smallest eigenvalue being 1. diam in [1e-6, 1e6]: largest Frobenius distance of two task optima.
+    sigma in [1e-6, 1e6]: noise. eps in [0, 1/2): impurity of the anchors, client m < M has share 1 - eps of
+    task m. conc in [1e-3, 1e6]: Dirichlet concentration of the other clients. anchors: False for a pool in
+    which every client is drawn. gamma in [0, 1]: pull of every drawn client towards the uniform mixture
+    (needs anchors=False); 1 makes all of them uniform. spectrum: spacing of the singular values of A,
+    "geometric" or "linear".
     Feature map, task optima and mixtures have streams of their own: an instance with another eps or gamma has
     the same tasks. Raises ValueError, one line, for values out of range."""
     _check_sizes(seed=seed, d=d, r=r, l=l, M=M, N=N)
@@ -146,11 +147,11 @@ def _check_ranges(
     *, kappa: float, diam: float, sigma: float, eps: float, conc: float, gamma: float | None
 ) -> None:
     ranges = {
-        "kappa": (kappa, 1.0, np.inf, "at least 1"),
-        "diam": (diam, np.nextafter(0, 1), np.inf, "more than 0"),
-        "sigma": (sigma, np.nextafter(0, 1), np.inf, "more than 0"),
+        "kappa": (kappa, 1.0, 1e8, "at least 1 and at most 1e8"),
+        "diam": (diam, 1e-6, 1e6, "at least 1e-6 and at most 1e6"),
+        "sigma": (sigma, 1e-6, 1e6, "at least 1e-6 and at most 1e6"),
         "eps": (eps, 0.0, np.nextafter(0.5, 0), "at least 0 and less than 1/2"),
-        "conc": (conc, np.nextafter(0, 1), np.inf, "more than 0"),
+        "conc": (conc, 1e-3, 1e6, "at least 1e-3 and at most 1e6"),
         "gamma": (0.0 if gamma is None else gamma, 0.0, 1.0, "at least 0 and at most 1"),
     }
     for name, (value, low, high, needs) in ranges.items():
@@ -245,12 +246,15 @@ class Recovered:
     converged: bool
 
 
-def extract(uploads: Floats, S: Floats, C: Floats, *, tolerance: float = 1e-10) -> Recovered:
+def extract(
+    uploads: Floats, S: Floats, C: Floats, *, tolerance: float = 1e-10, limit: int = 20_000
+) -> Recovered:
     """Experts as the best convex combinations of the uploads on each task's squared loss (spec 2.3).
 
-    Arguments as in `upload_programs`. Experts are unique where S is positive definite; weights may not be."""
+    Arguments as in `upload_programs`. tolerance, limit: of `simplex_quadratic`. Experts are unique where S is
+    positive definite; weights may not be."""
     G, b = upload_programs(uploads, S, C)
-    found = simplex_quadratic(torch.from_numpy(G), torch.from_numpy(b), tolerance=tolerance)
+    found = simplex_quadratic(torch.from_numpy(G), torch.from_numpy(b), tolerance=tolerance, limit=limit)
     weights = found.weights.numpy()
     return Recovered(weights, np.einsum("mi,iab->mab", weights, uploads), found.iterations, found.converged)
 
@@ -290,8 +294,10 @@ def successive_projection(uploads: Floats, M: int, *, lift: bool = True) -> Floa
 def cluster_centres(uploads: Floats, M: int, rng: np.random.Generator, *, restarts: int = 10) -> Floats:
     """(M, l, r) centres of k-means with k-means++ starts, the best of `restarts` (spec 2.5).
 
-    Raises ValueError for fewer than M distinct uploads."""
+    Raises ValueError for fewer than M distinct uploads and for values that are not finite."""
     rows = uploads.reshape(len(uploads), -1)
+    if not np.isfinite(rows).all():
+        raise ValueError("cluster centres: got uploads that are not finite, needs finite numbers; drop those")
     distinct = len(np.unique(rows, axis=0))
     if distinct < M:
         raise ValueError(f"cluster centres: got {distinct} distinct uploads, needs at least M = {M}")

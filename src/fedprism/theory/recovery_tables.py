@@ -14,13 +14,14 @@ when the mean over our seeds lies within the row's tolerance of "expected".
 - T2, closed form per seed: a drawn client that is purer than the anchor of the worst task lowers the error,
   so with all twelve clients the closed form holds on some seeds only. It is judged with the anchors alone;
   the share of seeds where it holds with everybody is shown.
-- T8: with the anchors alone the error does not depend on kappa. With drawn clients that holds for random
-  experts; for experts on eigendirections a client without the steepest task opens a face (the effect of T9)
-  from about kappa = 64 on. Those rows are shown and not judged.
+- T8: with the anchors alone the error does not depend on kappa and equals the closed form. With drawn clients
+  random experts are judged by their change with kappa alone; for experts on eigendirections a client without
+  the steepest task opens a face (the effect of T9) from about kappa = 64 on: shown and not judged.
 - Rows for which the reference states no tolerance are shown, not judged (tolerance "shown").
 - T15 to T17 use the population's public loss: with 1000 public examples per task the anchored error could
   not fall to .03. The ratios of T7 get the tolerance of T1's.
-- T19: "24 clients" are the six clients without an anchor of four seeds.
+- T19: each seed has six clients that are no anchor. The paper's 24 are those of four seeds; ours are the
+  six of every seed.
 """
 
 from __future__ import annotations
@@ -423,18 +424,18 @@ def recovery_from_16000(seeds: Sequence[int], quick: bool = False) -> Table:
 
 def recovery_bound(seeds: Sequence[int], quick: bool = False) -> Table:
     """T5: the bound sqrt(kappa) * eps * diam of Theorem 2, from the drawn worlds."""
+    published = (0.0, 0.600, 1.200, 2.400, 3.600, 4.800)
     rows = []
-    for eps in IMPURITIES:
+    for eps, bound in zip(IMPURITIES, published, strict=True):
         worlds = [make_instance(seed, eps=eps) for seed in seeds]
         values = [float(np.sqrt(world.kappa)) * eps * diameter(world.experts) for world in worlds]
-        bound = 12.0 * eps  # sqrt(4) * 6
         rows.append(
             judge(
                 f"ε = {eps:g}",
                 values,
                 Tolerance(absolute=1e-9),
                 expected=bound,
-                published=round(bound, 3),
+                published=bound,
                 reference_sd=0.0,
             )
         )
@@ -502,15 +503,16 @@ def spread_impurity(seeds: Sequence[int], quick: bool = False) -> Table:
             apart = np.stack([distances(found, world.experts)
                               for found, world in zip(experts, worlds, strict=True)])  # fmt: skip
             errors = apart.max(1).reshape(len(SPREAD_KAPPAS), -1)
+            expected: float | None = 0.2 * float(
+                np.mean([anchor_gaps(world.experts).max() for world in worlds])
+            )
             if clients:
-                expected = 0.2 * float(np.mean([anchor_gaps(world.experts).max() for world in worlds]))
                 worst = apart.argmax(1)
                 off = weights[np.arange(len(worst)), worst, worst] - 1.0
-            else:
-                expected = float(errors[0].mean())
+            elif kind == "random":
+                expected = None  # a drawn client may be purer than the anchor: no closed form
             for k, kappa in enumerate(SPREAD_KAPPAS):
-                judged = bool(clients) or (kind == "random" and k > 0)
-                room = Tolerance(absolute=1e-3) if judged else SHOWN
+                room = Tolerance(absolute=1e-3) if clients else SHOWN
                 setting = f"{kind} experts, {pool}, κ = {kappa:g}"
                 rows.append(judge(setting, errors[k], room, expected=expected, reference_sd=0.0))
             if clients or kind == "random":
@@ -518,8 +520,10 @@ def spread_impurity(seeds: Sequence[int], quick: bool = False) -> Table:
                 rows.append(judge_largest(setting, errors - errors[0], 1e-3))
         rows.append(judge_largest(f"{kind} experts, anchors alone, largest missing weight", off, 1e-3))
     note = (
-        "Expected: the closed form for anchors alone, the value at κ = 1 for all clients. With experts on "
-        "eigendirections a drawn client without the steepest task opens a face of the pool."
+        "Expected: the closed form, which does not depend on κ. Of all clients a drawn one may be purer than "
+        "the worst task's anchor; so random experts have no closed form with them and are judged by their "
+        "change with κ. With experts on eigendirections a drawn client without the steepest task opens a "
+        "face of the pool."
     )
     title = "Recovery against conditioning, impurity ε = 0.2 spread evenly"
     return Table("T8", title, "norm", tuple(seeds), tuple(rows), _notes(note, *notes))
@@ -674,7 +678,9 @@ def projection_identity(seeds: Sequence[int], quick: bool = False) -> Table:
     errors = set_and_identity("SPA", seeds, pools)
     rows = _identity_rows("SPA", errors, (0.287, 5.658), (0.270, 5.64), (0.03, 0.25), (0.013, 0.2))
     supervised = set_and_identity("supervised", seeds, pools)[0]
-    rows.append(judge("vertex set, distance from supervised", np.abs(errors[0] - supervised), expected=0.0))
+    apart = np.abs(errors[0] - supervised)
+    near = Tolerance(absolute=5e-4)
+    rows.append(judge("vertex set, distance from supervised", apart, near, expected=0.0, reference_sd=0.0))
     return Table("T12", "Successive projection with anchors", "norm", tuple(seeds), tuple(rows))
 
 
@@ -761,12 +767,25 @@ def floor_against_clients(seeds: Sequence[int], quick: bool = False) -> Table:
 # ---- T18, T19: routing ---------------------------------------------------------------------------
 
 
+def centre_cost(experts: Floats, A: Floats) -> Floats:
+    """(M,) q of Corollary 5, tr(C A A' C') with C the task optimum less the mean of all, by a sum over pairs
+    of features and over their entries in A: the routed risk's own functions have no part in it.
+
+    experts: (M, l, r). A: (r, d)."""
+    apart = experts - sum(experts) / len(experts)
+    q = np.zeros(len(experts))
+    for b, left in enumerate(A):
+        for c, right in enumerate(A):
+            q += float((left * right).sum()) * (apart[:, :, b] * apart[:, :, c]).sum(1)
+    return q
+
+
 def uniform_router(seeds: Sequence[int], quick: bool = False) -> Table:
     """T18: a uniform constant router costs a client (1 - tau) u + tau e_m exactly q tau^2 (Corollary 5), q
     the squared distance of task m from the centre in the risk metric; mean over tasks."""
     published = (1.053, 4.212, 9.477, 16.847, 26.324)
     worlds = [make_instance(seed) for seed in seeds]
-    q = np.array([phi_norm2(world.experts - world.centre, world.phi) for world in worlds])  # (S, M)
+    q = np.array([centre_cost(world.experts, world.A) for world in worlds])  # (S, M)
     uniform = np.full(TASKS, 1 / TASKS)
     rows, off = [], []
     for k, tau in enumerate(ROUTER_STEPS):
@@ -778,8 +797,10 @@ def uniform_router(seeds: Sequence[int], quick: bool = False) -> Table:
                   expected=float(q.mean() * tau**2), reference_sd=0.0)
         )  # fmt: skip
     rows.append(judge_largest("largest relative distance from q τ²", np.array(off), 1e-9))
+    room = Tolerance(between=(20, 36))  # of one world's q
+    rows.append(judge("q", q.mean(1), room, expected=28.3, published=published[-1], reference_sd=0.0))
     rows.append(
-        judge("q", q.mean(1), Tolerance(between=(20, 36)), expected=28.3, published=26.324, reference_sd=0.0)
+        judge("q as published, within the range of worlds", [published[-1]], room, published=published[-1])
     )
     note = f"q of single tasks: {q.min():.1f} to {q.max():.1f}."
     return Table("T18", "Cost of a uniform router", "risk", tuple(seeds), tuple(rows), note)
