@@ -425,7 +425,10 @@ def run_experiment(
     workshop = Workshop(experiment, progress or Silent())
     # model and data are sound for every seed before a directory is made or replaced
     for seed in reversed(experiment.seeds):  # the first seed last: it is the one that is kept
-        workshop.get(seed)
+        model, federation = workshop.get(seed)
+    for name in experiment.methods:  # a method refuses what it can't use before another one has trained
+        method, cfg = _resolve(experiment, name)
+        method.start(cfg, model, _facts(federation, experiment.seeds[0]))
     directory = RunDirectory.create(out, force=force)
     directory.write_text("config.toml", configs.dumps(experiment))
     return _run_all(experiment, directory, workshop)

@@ -207,10 +207,13 @@ def lab_fedsee(
 
 @contextmanager
 def _steps(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar over `total` named steps on a terminal; elsewhere nothing until the end."""
+    """A bar over `total` named steps on a terminal; elsewhere a line per step."""
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet:
         yield lambda name: None
+        return
+    if not console.is_terminal:
+        yield lambda name: console.print(f"done: {name}", markup=False, highlight=False, soft_wrap=True)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:

@@ -56,7 +56,9 @@ def _table(title: str, columns: Sequence[str], numeric: int) -> Table:
 def rich_tables(result: Result) -> list[Table]:
     """For a terminal: the bounds, the synthetic tables, and the recovery without anchors."""
     bounds = _table(
-        "Bounds: ratio = measured / claimed, at most 1", ("", "statement", "value", "bound", "ratio", ""), 2
+        "Bounds: ratio at most 1; measured / claimed, for floors claimed / measured",
+        ("", "statement", "value", "bound", "ratio", ""),
+        2,
     )
     for check in result["checks"]:
         bounds.add_row(

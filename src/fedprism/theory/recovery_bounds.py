@@ -1031,19 +1031,21 @@ def extract_general(tasks: SoftmaxTasks, uploads: Floats, *, gap: float = 1e-11)
     Newton steps over the simplex, each a quadratic program of `methods.simplex`. uploads: (N, l, r)."""
     M, flat = len(tasks.mass), uploads.transpose(0, 2, 1).reshape(len(uploads), -1)  # rows are vec theta
     one, weights, left = np.eye(M), np.full((M, len(uploads)), 1 / len(uploads)), np.inf
+    stopped = False
     for _ in range(20):
         thetas = np.einsum("mi,iab->mab", weights, uploads)
         slope = np.stack(
             [flat @ tasks.gradient(t, e).ravel(order="F") for t, e in zip(thetas, one, strict=True)]
         )
-        left = float(((slope * weights).sum(1) - slope.min(1)).max())
-        if left <= gap:
-            break
+        before, left = left, float(((slope * weights).sum(1) - slope.min(1)).max())
+        if left <= gap or (stopped and left > 0.9 * before):
+            break  # a program that its limit stopped yields no more
         H = np.stack([flat @ tasks.hessian(t, e) @ flat.T for t, e in zip(thetas, one, strict=True)])
         b = (np.einsum("mij,mj->mi", H, weights) - slope) / 2
-        target = simplex_quadratic(
-            torch.from_numpy(H / 2), torch.from_numpy(b), tolerance=gap / 10
-        ).weights.numpy()
+        found = simplex_quadratic(
+            torch.from_numpy(H / 2), torch.from_numpy(b), tolerance=gap / 10, limit=ITERATIONS
+        )
+        target, stopped = found.weights.numpy(), not found.converged
         for m in range(M):  # damped where the quadratic model promises too much
             start, step = tasks.loss(thetas[m], one[m]), 1.0
             while step > 1e-6 and (
