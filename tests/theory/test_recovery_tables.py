@@ -222,8 +222,6 @@ def test_the_cost_of_a_uniform_router_by_hand() -> None:
 
 def test_published_numbers_are_those_of_the_paper() -> None:
     assert [row.published for row in quick("T5").rows] == [0, 0.6, 1.2, 2.4, 3.6, 4.8]
-    published = quick("T18").rows[-1]
-    assert (published.ours, published.tolerance, published.ok) == (26.324, "20 to 36", True)
 
 
 def test_tasks_on_eigendirections_give_mixtures_the_condition_number_of_phi() -> None:
