@@ -22,7 +22,7 @@ test: lint
 	$(PY) -m pytest
 
 quick: $(READY)
-	$(PY) -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2  # a process per core, a thread each
 
 lint: $(READY)
 	$(PY) -m ruff check .
