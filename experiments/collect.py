@@ -18,7 +18,7 @@ from typing import Any
 from fedprism.evaluation import geometry_plots, metrics, reports
 
 RESULTS = Path(__file__).resolve().parent / "results"
-LEFT_OUT = ("seconds", "evaluation_seconds", "usage", "public_losses")
+LEFT_OUT = ("dir", "seconds", "evaluation_seconds", "usage", "public_losses")
 
 
 def geometry(directory: Path) -> dict[str, Any] | None:
