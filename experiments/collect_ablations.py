@@ -41,7 +41,7 @@ def load(directory: Path) -> dict[int, dict[str, Any]]:
             "mixture_mae": run["mixture"]["mae"],
             "partition": [[row[k] for k in held] for row in federation["counts"]],
             "fingerprint": federation["fingerprint"],
-            "commit": json.loads((folder / "versions.json").read_text(encoding="utf-8")).get("commit"),
+            "commit": json.loads((folder / "versions.json").read_text(encoding="utf-8")).get("git_commit"),
         }
     return found
 
