@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedprism.data.arrays import TableRows
 from fedprism.engines.inprocess import InProcess
 from fedprism.models.interface import Bank, Batch, Model, Outputs
+from fedprism.models.mlp import load_mlp
 from fedprism.protocol import Ask, Client, Facts, Method
 
 
@@ -175,6 +177,35 @@ def mixed_clients(
     clients[-1] = Client(-1, model, public)
     clients[-2] = Client(-2, model, {"train": pooled, **held})
     return clients
+
+
+def table_clients(
+    m: int = 3, C: int = 2, n: int = 40, d: int = 3, K: int = 2, seed: int = 0, model: Any = None
+) -> dict[int, Client]:
+    """Rows of a table from m clients of C hidden components each, and a small perceptron that reads them.
+
+    Component c of client i has its own mean; its labels follow a direction that turns with c."""
+    g = torch.Generator().manual_seed(seed)
+    model = model or load_mlp(d, n_classes=K, width=4, router_width=3, hidden=(6,))
+    means, directions = torch.randn(m, C, d, generator=g) * 1.5, torch.randn(C, d, K, generator=g)
+
+    def rows(i: int, count: int, first: int) -> TableRows:
+        component = torch.arange(count) % C
+        x = means[i, component] + torch.randn(count, d, generator=g)
+        score = torch.einsum("nd,ndk->nk", x - means[i, component], directions[component])
+        full = torch.full((count,), i)
+        ids = first + torch.randperm(count, generator=g)
+        columns = {"label": score.argmax(1), "task": full * 0, "row": ids, "client": full}
+        return TableRows({**columns, "component": component}, x)
+
+    return {
+        i: Client(
+            i, model,
+            {split: rows(i, count, 1000 * (3 * i + k)) for k, (split, count) in
+             enumerate({"train": n + 4 * i, "validation": 8, "test": 12}.items())},
+        )
+        for i in range(m)
+    }  # fmt: skip
 
 
 def facts_of(participants: dict[int, Client], n_tasks: int = 2, seed: int = 0) -> Facts:

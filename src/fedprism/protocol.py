@@ -104,10 +104,15 @@ class Client:
         """Number of training examples."""
         return len(self.data["train"])
 
-    def batches(self, size: int, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Any]:
-        """Shuffled training batches of at most `size` examples, for whole `epochs` or exactly `steps`."""
+    def batches(
+        self, size: int, *, epochs: int | None = None, steps: int | None = None, full: bool = False
+    ) -> Iterator[Any]:
+        """Shuffled training batches of at most `size` examples, for whole `epochs` or exactly `steps`.
+
+        full, with `steps`: every batch has min(size, n) examples; image and table rows alone have it."""
+        walk = {"full": True} if full else {}
         batches: Iterator[Any] = self.data["train"].batches(
-            size, epochs=epochs, steps=steps, generator=self.generator
+            size, epochs=epochs, steps=steps, generator=self.generator, **walk
         )
         return batches
 
@@ -172,7 +177,10 @@ class Method:
     start(cfg, model, facts) -> State: first server state.  phases: what participants can be asked.
     server(cfg, state, clients): the generator.  serve(cfg, state) -> body: what a prediction needs from the
     server.  predictor(client, got, cfg) -> (batch -> Outputs): the method's ID rule; it may fine-tune a copy
-    but leaves `client.state` alone.  needs: special participants it uses (PUBLIC, POOLED).
+    but leaves `client.state` alone.
+    router(model, got, batch, cfg) -> (b, m): log-scores of the clients, in order of id, for queries whose
+    owner nobody knows; got is what `serve` gave, the largest score (lowest id among ties) answers. None: the
+    method can't route, clients vote.  needs: special participants it uses (PUBLIC, POOLED).
     state: the dataclass of server state, rebuilt on resume from its fields; it has a field `round`."""
 
     name: str
@@ -184,6 +192,7 @@ class Method:
     server: Callable[[Any, Any, Sequence[int]], Server]
     serve: Callable[[Any, Any], Body]
     predictor: Callable[[Client, Body, Any], Callable[[Any], Any]]
+    router: Callable[[Any, Body, Any, Any], Tensor] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
     summary: str = ""

@@ -201,6 +201,20 @@ def adamw(
     return trees.copy(leaves), Solved(steps, 0.0, float(total) / max(steps, 1), examples, kept)
 
 
+def at_rows(values: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
+    """The entries of `values` (n, ...) that belong to the row ids `wanted` (b,), in that order, (b, ...).
+
+    ids: (n,) the id of each entry's row, all different, in any order: what a client computed for its rows is
+    looked up by the row, never by position. Raises ValueError naming ids that are not there."""
+    order = ids.argsort()
+    place = torch.searchsorted(ids[order], wanted).clamp(max=len(ids) - 1)
+    at = order[place]
+    strange = ids[at] != wanted
+    if bool(strange.any()):
+        raise ValueError(f"rows: no values for rows {wanted[strange][:5].tolist()}; compute them first")
+    return values[at]
+
+
 @dataclass(frozen=True)
 class FederatedTraining(LocalTraining):
     """Local training of methods whose server asks clients for updates."""
