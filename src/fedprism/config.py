@@ -19,13 +19,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError
 
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+
+# Data sets of arrays and backbones of images, by name: what a config may say is checked before data are read.
+IMAGES = ("fashion_mnist", "cifar10", "cifar100", "dermoscopy", "fed_isic")
+TABLES = ("heart",)
+CENTRED = ("dermoscopy", "fed_isic", "heart")  # they have clients of their own: partition "natural"
+VISION_BACKBONES = ("resnet18", "resnet_narrow", "lenet", "lenet_small")
 
 T = TypeVar("T")
 
@@ -36,13 +42,18 @@ class UserError(ValueError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which clients there are and what they hold."""
+    """Which clients there are and what they hold: tasks of text, or one data set of images or of a table.
 
-    tasks: Annotated[tuple[str, ...], MinLen(1)]  # tasks of the clients; expert m belongs to tasks[m]
+    Which keys are read depends on that (`data_keys`); the others must be left out of a config."""
+
+    # text: tasks of the clients; expert m belongs to tasks[m]. Either these or `dataset`.
+    tasks: Annotated[tuple[str, ...], MinLen(1)] = ()
     public_only: tuple[str, ...] = ()  # tasks with a public set that no client holds; their experts come last
-    clients: Count = 12  # number of clients, >= 1
-    # Mixed clients drawn at random; one task per client; or a layout of your own, written down in `mixtures`.
-    partition: Literal["dirichlet", "pure", "given"] = "dirichlet"
+    clients: Count = 12  # number of clients, >= 1; drawn clients of images: 8 where a config leaves it out
+    # text: mixed clients drawn at random, one task per client, or a layout of your own, written down in
+    # `mixtures`. Images: "dirichlet" = heterogeneity between and inside clients by construction. "natural" =
+    # the centres that made the data, without shifts; the default of a data set that has them.
+    partition: Literal["dirichlet", "pure", "given", "natural"] = "dirichlet"
     alpha: Positive = 0.1  # dirichlet: concentration, > 0; small = nearly pure clients
     threshold: Fraction = 0.05  # dirichlet: shares below it become 0
     # given: a row per client with its share of each of `tasks`, >= 0, sum 1: [[1, 0], [0.5, 0.5]]. A task
@@ -52,16 +63,45 @@ class DataConfig:
     public_per_task: CountOrZero = 0  # public rows per task; 0 = all there are
     validation_per_client: Count = 200  # rows per client
     test_per_client: Count = 200  # rows per client
-    min_examples: CountOrZero = 0  # smallest training set of a client, in rows; 0 = one batch of the method
+    # Text: smallest training set of a client, in rows; 0 = one batch of the method. Images: smallest number
+    # of rows of a client over all splits, >= 4; 0 = 50.
+    min_examples: CountOrZero = 0
     root: str = ""  # folder of the data files; "" = the ones that come with fedprism
+    dataset: str = ""  # images or a table, one of IMAGES and TABLES; "" = text, see `tasks`
+    alpha_inter: Positive = 1.0  # images: concentration of each class over the clients, > 0
+    alpha_intra: Positive = 2.0  # images: concentration of the two components inside a client, > 0
+    partition_on: Literal["label", "fine"] = (
+        "label"  # images: classes to spread; fine = cifar100's finer ones
+    )
+    examples: CountOrZero = 0  # images: at most so many in all, drawn at random; 0 = all there are
+    train_fraction: Annotated[float, Gt(0), Lt(1)] = 0.7  # images: of a client's rows, the others are test
+    validation_fraction: Annotated[float, Ge(0), Lt(1)] = 0.0  # of a client's training rows; 0 = none
+    image_size: Annotated[int, Ge(8)] = 32  # images: side in pixels; must divide the images' side or 32
+    invert: bool = True  # images: component 1 is inverted (grey images) or its green channel is
+    permute: bool = True  # images: each client and component has its own permutation of the labels
+    tint: Fraction = 0.35  # images: strength of the clients' red or blue cast
+    ramp: Annotated[float, Ge(0)] = (
+        0.25  # images: strength of the clients' ramps of brightness, in [0, 1] units
+    )
+    stored: Literal["uint8", "float16"] = "uint8"  # images: how pixels are kept in memory
+    # table: missing values are filled with, and columns scaled by, numbers of all clients' training rows
+    # ("federated") or the client's own ("local", which can give away whose a row is).
+    imputation: Literal["federated", "local"] = "federated"
+    statistics: Literal["federated", "local"] = "federated"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The frozen backbone and what is trained on it."""
+    """A frozen text backbone and what is trained on it, or a network of images or of a table, all trained.
 
-    kind: Literal["encoder", "probe"] = "encoder"  # LoRA inside the encoder, or heads on its frozen features
-    backbone: str = "minilm"  # "minilm", a hub name, or a local folder
+    Which keys are read depends on `kind` (`model_keys`)."""
+
+    # Text: LoRA inside the encoder, or heads on its frozen features. "vision" reads images, "mlp" a table. A
+    # config that leaves it out gets the kind that fits the data.
+    kind: Literal["encoder", "probe", "vision", "mlp"] = "encoder"
+    # text: "minilm", a hub name, or a local folder. vision: one of VISION_BACKBONES, "resnet_narrow" where a
+    # config leaves it out.
+    backbone: str = "minilm"
     rank: Count = 4  # rank of the low-rank pairs
     lora_alpha: Positive = 8.0  # their scale is lora_alpha / rank
     dropout: Annotated[float, Ge(0), Le(0.99)] = 0.1  # on the input of the low-rank branch
@@ -72,13 +112,19 @@ class ModelConfig:
         1.0  # spread of the frozen head's random weights; "standard" = .02
     )
     max_length: Annotated[int, Ge(8)] = 128  # tokens per example, special tokens included
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto = bf16 where the processor has it natively
+    # auto = bf16 where the processor has it natively; vision and mlp: fp32 where a config leaves it out
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     features: Literal["pooled", "rff"] = "pooled"  # probe: the heads see it, or random Fourier features of it
     rff_features: Annotated[int, Ge(1), Le(65_536)] = 512  # probe: number of random features
     rff_scale: Annotated[float, Ge(1e-3), Le(1e3)] = (
         1.0  # probe: kernel width, in units of sqrt(pooled entries)
     )
     cache_dir: str = ""  # probe: folder of cached features; "" = $FEDPRISM_CACHE or ~/.cache/fedprism
+    router_backbone: str = "lenet"  # vision: of the routing encoder, one of VISION_BACKBONES
+    width: Count = 32  # vision, mlp: features per example of the encoder, d_g
+    router_width: Count = 32  # vision, mlp: features per example of the routing encoder, d_h
+    hidden: Annotated[tuple[Count, ...], MinLen(1)] = (64, 64)  # mlp: widths of both encoders' hidden layers
+    channels_last: bool = False  # vision: memory layout of the activations; speed only, up to rounding
 
 
 @dataclass(frozen=True)
@@ -128,6 +174,37 @@ class Experiment:
     def own(self, name: str) -> dict[str, Any]:
         """Settings of one method alone, its "preset" among them."""
         return dict(self.method.get(name, {}))
+
+
+# What each kind of data and of model reads.
+_DRAWN_IMAGES = (
+    "dataset", "clients", "partition", "alpha_inter", "alpha_intra", "min_examples", "partition_on",
+    "examples", "train_fraction", "validation_fraction", "image_size", "invert", "permute", "tint", "ramp",
+    "stored", "root",
+)  # fmt: skip
+_NATURAL_IMAGES = ("dataset", "partition", "validation_fraction", "image_size", "stored", "root")
+_TABLE = ("dataset", "partition", "validation_fraction", "imputation", "statistics", "root")
+_VISION = ("kind", "backbone", "router_backbone", "width", "router_width", "channels_last", "precision")
+_MLP = ("kind", "width", "router_width", "hidden", "precision")
+
+
+def data_keys(data: DataConfig) -> tuple[str, ...]:
+    """Names of the keys of [data] that the kind of data reads, in the order of the fields."""
+    if not data.dataset:
+        names = {f.name for f in fields(DataConfig)}
+        names -= {*_DRAWN_IMAGES, *_TABLE} - {"clients", "partition", "min_examples", "root"}
+    elif data.dataset in TABLES:
+        names = set(_TABLE)
+    else:
+        names = set(_NATURAL_IMAGES if data.partition == "natural" else _DRAWN_IMAGES)
+    return tuple(f.name for f in fields(DataConfig) if f.name in names)
+
+
+def model_keys(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the keys of [model] that its kind reads, in order; text kinds share theirs."""
+    text = {f.name for f in fields(ModelConfig)} - ({*_VISION, *_MLP} - {"kind", "backbone", "precision"})
+    names = {"vision": set(_VISION), "mlp": set(_MLP)}.get(model.kind, text)
+    return tuple(f.name for f in fields(ModelConfig) if f.name in names)
 
 
 SECTIONS: dict[str, type] = {
@@ -195,13 +272,16 @@ def parse(raw: Mapping[str, Any], *, methods: Iterable[str] | None = None) -> Ex
         _check_names(f"{name}.", raw.get(name, {}), [f.name for f in fields(section_class)])
     known = None if methods is None else list(methods)
     _check_method_table(raw.get("method", {}), known)
+    tables = _with_defaults(raw)
     parts: dict[str, Any] = {
-        name: _validate(cls, raw.get(name, {}), f"{name}.{{}}".format) for name, cls in SECTIONS.items()
+        name: _validate(cls, tables[name], f"{name}.{{}}".format) for name, cls in SECTIONS.items()
     }
     head = _validate(_Head, {k: raw[k] for k in ("name", "seeds") if k in raw}, str)
     if not re.fullmatch(r"\w[\w.-]*", head.name):
         raise UserError(f"config: name is {head.name!r}, must name a folder: letters, digits, _ - .")
     experiment = Experiment(head.name, head.seeds, method=dict(raw["method"]), **parts)
+    _check_data(raw.get("data", {}), experiment.data)
+    _check_model(raw.get("model", {}), experiment)
     for what, values in (
         ("seeds", experiment.seeds),
         ("method.names", experiment.methods),
@@ -212,6 +292,93 @@ def parse(raw: Mapping[str, Any], *, methods: Iterable[str] | None = None) -> Ex
             raise UserError(f"config: {what} has {', '.join(twice)} more than once; name each once")
     _check_mixtures(experiment.data)
     return experiment
+
+
+def _with_defaults(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tables of a config's sections, with the defaults that depend on the kind of data or model."""
+    tables = {name: dict(raw.get(name, {})) for name in SECTIONS}
+    data, model = tables["data"], tables["model"]
+    dataset = data.get("dataset")
+    if dataset in CENTRED:
+        data.setdefault("partition", "natural")
+    if dataset in IMAGES and data.get("partition") != "natural":
+        data.setdefault("clients", 8)
+    if dataset in (*IMAGES, *TABLES):
+        model.setdefault("kind", "mlp" if dataset in TABLES else "vision")
+    if model.get("kind") == "vision":
+        model.setdefault("backbone", "resnet_narrow")
+    if model.get("kind") in ("vision", "mlp"):
+        model.setdefault("precision", "fp32")
+    return tables
+
+
+def _check_data(given: Mapping[str, Any], data: DataConfig) -> None:
+    """Tasks or a data set, a partition it has, and no key that it never reads. given: the raw table."""
+    known = (*IMAGES, *TABLES)
+    if data.tasks and data.dataset:
+        raise UserError(
+            "config: data.tasks and data.dataset are both given, needs one of them; keep tasks for text, or "
+            "dataset for images or a table"
+        )
+    if not data.tasks and not data.dataset:
+        raise UserError(
+            "config: data.tasks is missing; name tasks of text there, or images or a table as data.dataset "
+            f"({', '.join(known)})"
+        )
+    if data.dataset and data.dataset not in known:
+        raise UserError(
+            f"config: data.dataset has unknown '{data.dataset}'; {_offer(data.dataset, known)} (text goes by "
+            "data.tasks)"
+        )
+    arrays = [task for task in (*data.tasks, *data.public_only) if task in known and not data.root]
+    if arrays:
+        raise UserError(
+            f"config: data.tasks has '{arrays[0]}', which is no text; set data.dataset = '{arrays[0]}'"
+        )
+    needs: tuple[str, ...] = ("dirichlet", "pure", "given") if data.tasks else ("dirichlet", "natural")
+    if data.dataset in TABLES:
+        needs = ("natural",)
+    elif data.dataset and data.dataset not in CENTRED:
+        needs = ("dirichlet",)
+    what = f"data.dataset = '{data.dataset}'" if data.dataset else "data.tasks"
+    if data.partition not in needs:
+        raise UserError(
+            f"config: data.partition is '{data.partition}', with {what} it must be {' or '.join(needs)}; "
+            "correct it or leave it out"
+        )
+    kind = f"{what} with partition = '{data.partition}'" if data.dataset in CENTRED else what
+    _check_read("data", given, data_keys(data), kind)
+
+
+def _check_model(given: Mapping[str, Any], experiment: Experiment) -> None:
+    """A model that reads the data, and no key that it never reads. given: the raw table."""
+    data, model = experiment.data, experiment.model
+    fitting: tuple[str, ...] = ("encoder", "probe")
+    what = "text (data.tasks)"
+    if data.dataset in IMAGES:
+        fitting, what = ("vision",), f"images (data.dataset = '{data.dataset}')"
+    elif data.dataset in TABLES:
+        fitting, what = ("mlp",), f"a table (data.dataset = '{data.dataset}')"
+    if model.kind not in fitting:
+        raise UserError(
+            f"config: model.kind is '{model.kind}', the clients hold {what}, which needs "
+            f"{' or '.join(repr(kind) for kind in fitting)}; correct model.kind or the data"
+        )
+    if model.kind == "vision":
+        for key, name in (("backbone", model.backbone), ("router_backbone", model.router_backbone)):
+            if name not in VISION_BACKBONES:
+                raise UserError(f"config: model.{key} has unknown '{name}'; {_offer(name, VISION_BACKBONES)}")
+    _check_read("model", given, model_keys(model), f"model.kind = '{model.kind}'")
+
+
+def _check_read(section: str, given: Mapping[str, Any], read: Sequence[str], kind: str) -> None:
+    """Raises UserError for keys that nothing would read; empty text is as good as none."""
+    stray = [f"{section}.{key}" for key, value in given.items() if key not in read and value != ""]
+    if stray:
+        raise UserError(
+            f"config: {', '.join(stray)} {'are' if len(stray) > 1 else 'is'} set, which {kind} never reads; "
+            f"leave {'them' if len(stray) > 1 else 'it'} out"
+        )
 
 
 def _check_mixtures(data: DataConfig) -> None:
@@ -306,12 +473,13 @@ def for_run(experiment: Experiment, method: str, seed: int, settings: Any) -> Ex
 
 
 def as_dict(experiment: Experiment) -> dict[str, Any]:
-    """The experiment as plain tables, in the order in which a config is written."""
+    """The experiment as plain tables, in the order in which a config is written, without unread keys."""
+    data, model = asdict(experiment.data), asdict(experiment.model)
     return {
         "name": experiment.name,
         "seeds": list(experiment.seeds),
-        "data": asdict(experiment.data),
-        "model": asdict(experiment.model),
+        "data": {key: data[key] for key in data_keys(experiment.data)},
+        "model": {key: model[key] for key in model_keys(experiment.model)},
         "method": experiment.method,
         "engine": asdict(experiment.engine),
         "evaluation": asdict(experiment.evaluation),

@@ -360,7 +360,7 @@ def _cifar_binary(path: Path, n_labels: int) -> tuple[Bytes, Bytes]:
 def _jpegs(paths: Sequence[Path], size: int) -> Bytes:
     """Centred squares of the pictures, scaled to (size, size); (n, size, size, 3) uint8."""
     if size < 1:
-        raise ValueError(f"data: size is {size}, must be >= 1 pixel; correct data.size")
+        raise ValueError(f"data: size is {size}, must be >= 1 pixel; correct data.image_size")
     try:
         from PIL import Image
     except ImportError as error:

@@ -51,7 +51,8 @@ def resize(levels: Tensor, size: int) -> Tensor:
         raise ValueError(f"shifts: got images of {height}x{width} pixels, needs square ones; crop them")
     if size < 1 or (height % size and SIDE % size):
         raise ValueError(
-            f"shifts: size is {size}, must divide {height} (the images' side) or {SIDE}; correct data.size"
+            f"shifts: size is {size}, must divide {height} (the images' side) or {SIDE}; correct "
+            "data.image_size"
         )
     x = levels.float()
     if height % size:

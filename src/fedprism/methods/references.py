@@ -1,7 +1,7 @@
 """References, the ends of every table: local-only, centralised, untrained and public-only.
 
 local_only: every client trains alone (no communication). centralized: all clients' data in one place, one
-model per task chosen by the true task of each query, or one pooled model. untrained: the frozen model.
+model per task chosen by the true task of each query, or one pooled model. untrained: the model as it starts.
 public_only: one expert per task trained on the server's public set alone; it tells whether the federation
 adds anything to the public data. Sources: baselines spec sections 1 and 2; public_only is our control.
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from fedprism.models.interface import Batch, Model, Outputs
+from fedprism.models.interface import Batch, FeatureModel, Model, Outputs
 from fedprism.protocol import POOLED, PUBLIC, Ask, Body, Client, Facts, Method, RoundEnd, Server, phase
 from fedprism.training import LocalTraining, solve
 from fedprism.trees import Tree
@@ -207,8 +207,9 @@ def untrained_server(cfg: UntrainedConfig, state: LocalState, clients: Sequence[
 
 
 def untrained_predictor(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]:
-    """The frozen model without any adapter."""
-    return lambda batch: client.model.apply({}, batch)
+    """The frozen model without any adapter; where nothing is frozen, the model as training would start it."""
+    fresh = client.model.trainable(got["seed"]) if isinstance(client.model, FeatureModel) else {}
+    return lambda batch: client.model.apply(fresh, batch)
 
 
 def _seed_only(cfg: Any, model: Model, facts: Facts) -> LocalState:
@@ -217,6 +218,10 @@ def _seed_only(cfg: Any, model: Model, facts: Facts) -> LocalState:
 
 def _nothing(cfg: Any, state: Any) -> Body:
     return {}
+
+
+def _serve_seed(cfg: Any, state: LocalState) -> Body:
+    return {"seed": state.seed}
 
 
 LOCAL_ONLY = Method(
@@ -234,6 +239,6 @@ PUBLIC_ONLY = Method(
     summary="one expert per task trained on the server's public set alone (chosen by the true task)",
 )  # fmt: skip
 UNTRAINED = Method(
-    "untrained", "reference", UntrainedConfig, LocalState, _seed_only, (), untrained_server, _nothing,
-    untrained_predictor, summary="the frozen model as it is",
+    "untrained", "reference", UntrainedConfig, LocalState, _seed_only, (), untrained_server, _serve_seed,
+    untrained_predictor, summary="the model as it is before any training",
 )  # fmt: skip
