@@ -25,11 +25,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "public_batch": 8,
         "extract_steps": 6,
     },
+    "fedspm": {
+        "rounds": 4,
+        "batch_size": 8,
+        "local_steps": 3,
+        "drm_steps": 2,
+        "n_components": 2,
+        "init": "kmeans",
+        "warm_rounds": 2,
+        "calibrate_gamma": 1,
+    },
+    "feddrm_separate": {"rounds": 4, "batch_size": 8, "local_steps": 3, "drm_steps": 2},
     "scaffold": {"rounds": 4, "batch_size": 8, "lr": 0.05, "momentum": 0.5},
     "fedsee_geometry": {"projections": "all", "steps": 6, "router_steps": 4, "batch_size": 8, "lr": 0.05},
 }
 DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
-ON_TABLES: set[str] = set()  # methods of models with an encoder and a head
+ON_TABLES: set[str] = {"fedspm", "feddrm_separate"}  # methods of models with an encoder and a head
 
 
 def prepared(name: str) -> tuple[Any, Any, dict[int, Client]]:

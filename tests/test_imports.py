@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "evaluation.plots": ["storage", "evaluation.metrics"],
     "evaluation.page": ["storage", "evaluation.metrics", "evaluation.plots"],
     "evaluation.laboratory": ["evaluation.plots"],
+    "evaluation.previews": ["evaluation.plots"],
     "evaluation.geometry_plots": ["storage", "evaluation.metrics", "evaluation.plots"],
     "theory": ["theory.*", "trees", "methods.*"],
     "config": ["trees"],
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     ],
 }
 METHOD_FILES = {target.partition(":")[0].removeprefix("fedprism.methods.") for target in METHODS.values()}
-LONG_METHODS = {"fedsee": 400, "fedgmm": 400}
+LONG_METHODS = {"fedsee": 400, "fedgmm": 400, "fedspm": 385}
 
 
 def module_name(path: Path) -> str:

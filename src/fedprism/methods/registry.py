@@ -10,6 +10,8 @@ from fedprism.protocol import Method
 METHODS: dict[str, str] = {
     "fedsee": "fedprism.methods.fedsee:METHOD",
     "fedsee_geometry": "fedprism.methods.fedsee_geometry:METHOD",
+    "fedspm": "fedprism.methods.fedspm:METHOD",
+    "feddrm_separate": "fedprism.methods.fedspm:FEDDRM_SEPARATE",
     "fedavg": "fedprism.methods.fedavg:FEDAVG",
     "fedit": "fedprism.methods.fedavg:FEDIT",
     "fedavg_ft": "fedprism.methods.fedavg:FEDAVG_FT",
