@@ -20,6 +20,7 @@ METHODS: dict[str, str] = {
     "ditto": "fedprism.methods.ditto:METHOD",
     "ifca": "fedprism.methods.ifca:METHOD",
     "fedbabu": "fedprism.methods.fedbabu:METHOD",
+    "fedem": "fedprism.methods.fedem:METHOD",
     "local_only": "fedprism.methods.references:LOCAL_ONLY",
     "centralized": "fedprism.methods.references:CENTRALIZED",
     "public_only": "fedprism.methods.references:PUBLIC_ONLY",
