@@ -37,10 +37,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "feddrm_separate": {"rounds": 4, "batch_size": 8, "local_steps": 3, "drm_steps": 2},
     "scaffold": {"rounds": 4, "batch_size": 8, "lr": 0.05, "momentum": 0.5},
+    "fedprox": {"rounds": 4, "batch_size": 8, "lr": 0.05, "straggler_fraction": 0.5},
+    "ditto": {"rounds": 4, "batch_size": 8, "lr": 0.05, "split": "sequential", "budget": "halved"},
+    "ifca": {"rounds": 4, "batch_size": 8, "lr": 0.05, "n_clusters": 2, "share_body": True},
     "fedsee_geometry": {"projections": "all", "steps": 6, "router_steps": 4, "batch_size": 8, "lr": 0.05},
 }
 DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
-ON_TABLES: set[str] = {"fedspm", "feddrm_separate"}  # methods of models with an encoder and a head
+ON_TABLES: set[str] = {"fedspm", "feddrm_separate", "ifca", "fedbabu"}  # methods of models with an encoder and a head
 
 
 def prepared(name: str) -> tuple[Any, Any, dict[int, Client]]:
