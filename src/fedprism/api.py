@@ -20,20 +20,35 @@ import torch
 from fedprism import config as configs
 from fedprism.config import DataConfig, Experiment, ModelConfig, UserError
 from fedprism.data import DATASETS
-from fedprism.data.federation import Federation, build_text_federation
+from fedprism.data.federation import CLIENT_SPLITS, Federation, build_text_federation
 from fedprism.data.image_federation import (
     ArrayFederation,
     build_image_federation,
     build_natural_federation,
+    preview,
 )
 from fedprism.engines.inprocess import InProcess
-from fedprism.evaluation.measure import collect, evaluation_phase
-from fedprism.evaluation.metrics import covariance_dispersion, mixture_report, score, second_moments
+from fedprism.evaluation.measure import (
+    answer_phase,
+    collect,
+    collect_answers,
+    encoding_once,
+    evaluation_phase,
+    pooled_queries,
+)
+from fedprism.evaluation.metrics import (
+    covariance_dispersion,
+    mixture_report,
+    score,
+    second_moments,
+    weighted_overall,
+)
 from fedprism.methods.registry import METHODS, get_method
-from fedprism.protocol import POOLED, PUBLIC, Ask, Client, Facts, Method, participant_name
+from fedprism.protocol import POOLED, PUBLIC, Ask, Body, Client, Facts, Method, participant_name
 from fedprism.storage import MARKER, RunDirectory, versions, write_json
 
 AnyFederation = Federation | ArrayFederation
+SHORT_NAMES = 6  # more labels or tasks than these stand in tables as numbers
 LEAST_IMAGES = 50  # rows of a client of images over all splits, where the config says 0 (FedSPM spec 6)
 
 
@@ -279,7 +294,8 @@ def run_method(
     participants = _participants(method, model, federation)
     facts = _facts(federation, seed)
     served = tuple(method.serve(cfg, method.start(cfg, model, facts)))
-    phases = {phase.name: phase for phase in (*method.phases, evaluation_phase(method, served))}
+    scoring = evaluation_phase(method, served), answer_phase(method, served)
+    phases = {phase.name: phase for phase in (*method.phases, *scoring)}
     total = cfg.total_rounds
     progress.start(f"{name}, seed {seed}", place[1], place[0], total)
 
@@ -319,12 +335,17 @@ def run_method(
         last = event.round == total - 1
         wanted = _splits_to_score(experiment, event.round, last, has_validation(federation))
         size, n_tasks = experiment.evaluation.batch_size, len(federation.tasks)
-        body = {**method.serve(cfg, state), "size": size, "n_tasks": n_tasks}
+        served_now = method.serve(cfg, state)
+        body = {**served_now, "size": size, "n_tasks": n_tasks}
         line["evaluation"] = {}
         for split in wanted:
             ask = Ask("evaluate", facts.clients, {**body, "split": split}, diagnostic=True)
             scored = engine.carry(ask, event.round)
             line["evaluation"][split] = collect(scored, federation.tasks, model.projections)
+            if split == "test" and isinstance(federation, ArrayFederation):
+                outside = _score_outside(method, cfg, engine, facts, served_now, size, event.round)
+                outside["average"] = weighted_overall(line["evaluation"]["test"]["accuracy"], facts.sizes)
+                line["evaluation"]["outside"] = outside
         line["evaluation_seconds"] = time.perf_counter() - started - spent
         engine.take_costs()
         line["log"] = dict(event.log)
@@ -340,6 +361,26 @@ def run_method(
         summary["covariance_dispersion"] = dispersion
     directory.write_json("summary.json", summary)
     return summary
+
+
+def _score_outside(
+    method: Method, cfg: Any, engine: InProcess, facts: Facts, served: Body, size: int, round: int
+) -> dict[str, Any]:
+    """All clients' test rows as queries without an owner: routed, or put to the vote."""
+    clients = [engine.participants[who] for who in facts.clients]
+    model = encoding_once(clients[0].model)
+    queries, labels, owners = pooled_queries(clients, "test")
+    for client in clients:
+        client.model, plain = model, client.model
+    try:
+        ask = Ask("answer", facts.clients, {**served, **queries, "size": size}, diagnostic=True)
+        replies = engine.carry(ask, round)
+        return collect_answers(
+            replies, queries, labels, owners, method=method, cfg=cfg, model=model, served=served, size=size
+        )
+    finally:
+        for client in clients:
+            client.model = plain
 
 
 def _check_unchanged(
@@ -445,6 +486,8 @@ def _summarise(
         + getattr(cfg, "finetune_epochs", 0),  # before prediction, on top of the rounds
         "notes": list(federation.notes),
     }  # fmt: skip
+    if "outside" in chosen["evaluation"]:
+        summary["outside"] = chosen["evaluation"]["outside"]
     used = [_assigned(line["log"], len(federation.tasks)) for line in lines if "assigned" in line["log"]]
     if used:
         summary["mixture"] = mixture_report(
@@ -623,6 +666,61 @@ def list_datasets() -> list[dict[str, Any]]:
          "commercial": "yes" if source.commercial else "no"}
         for name, source in DATASETS.items()
     ]  # fmt: skip
+
+
+def show_data(
+    experiment: Experiment, out: Path, *, seed: int | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Build the federation of a seed and draw it: images and labels of every client, or bars of its rows.
+
+    out: folder of data.png and data.svg. seed: None is the first of the experiment. Returns "title", "sizes"
+    (rows of every client and split, and of its components), "counts" (rows by label, of text by task, under
+    short names), "legend" of those names and "files". Raises UserError or ValueError for data that can't be
+    had, FileExistsError for a folder that can't be made."""
+    from fedprism.evaluation import previews
+
+    above = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    if not above.is_dir():
+        raise FileExistsError(f"show-data: --out {out} can't be a folder, {above} is a file; name another")
+    at = experiment.seeds[0] if seed is None else seed
+    _, federation = Workshop(experiment, progress or Silent()).get(at)
+    m = len(federation.clients)
+    names = [f"client {i}" for i in range(m)]
+    if isinstance(federation, ArrayFederation):
+        names, groups = list(federation.client_names), list(federation.class_names)
+        counts, what = federation.cell_counts.sum(1), "rows of each label over all splits"
+        if (federation.permutations != torch.arange(len(groups))).any():
+            what += ", as the clients see the labels: each client and component has its own permutation"
+    else:
+        groups, counts, what = list(federation.tasks), federation.counts, "training rows of each task"
+    sizes: list[dict[str, Any]] = []
+    for i in range(m):
+        client: Mapping[str, Any] = federation.clients[i]
+        rows = {split: len(client[split]) for split in CLIENT_SPLITS}
+        sizes.append({"client": names[i], **rows, "all": sum(rows.values())})
+        if isinstance(federation, ArrayFederation) and federation.n_components > 1:
+            cells = federation.cell_counts[i].sum(1).tolist()
+            sizes[i].update({f"component {c}": n for c, n in enumerate(cells)})
+    title = f"{experiment.name}, seed {at}: {', '.join(federation.tasks)}, {m} clients"
+    note = f"Bars: {what}."
+    if isinstance(federation, ArrayFederation) and experiment.data.dataset in configs.IMAGES:
+        figure = previews.image_sheet(
+            preview(federation), title=title, note=note, client_names=names, class_names=groups
+        )
+    else:
+        figure = previews.count_bars(counts, title=title, note=note, client_names=names, groups=groups)
+    short = [str(k) for k in range(len(groups))] if len(groups) > SHORT_NAMES else groups
+    return {
+        "title": title,
+        "sizes": sizes,
+        "counts": [
+            {"client": name, **dict(zip(short, row, strict=True))}
+            for name, row in zip(names, counts.tolist(), strict=True)
+        ],
+        "what": what,
+        "legend": {} if short == groups else dict(zip(short, groups, strict=True)),
+        "files": previews.save_sheet(figure, out),
+    }
 
 
 def load_summary(directory: Path) -> dict[str, Any]:

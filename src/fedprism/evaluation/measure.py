@@ -1,17 +1,20 @@
-"""The phase that scores a method's predictor on a client's validation or test rows, and its collection.
+"""The phases that score a method: each client's predictor on its own rows, and everyone on outside queries.
 
-Scores travel like any other reply: confusion counts per task, loss sums, expert usage. Nothing a client keeps
-is changed by being scored.
+Scores travel like any other reply: confusion counts per task, loss sums, expert usage, answers. Nothing a
+client keeps is changed by being scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fedprism.evaluation.metrics import matthews_correlation
+from fedprism.evaluation.metrics import matthews_correlation, system_report
+from fedprism.models.interface import Batch, FeatureModel
 from fedprism.protocol import Body, Client, Method, Phase, Reply
 
 ASKED = frozenset({"split", "size", "n_tasks"})
@@ -45,8 +48,11 @@ def evaluation_phase(method: Method, served: Sequence[str]) -> Phase:
                     tokens.index_add_(0, batch["task"], out.tokens.double())
         return {"confusion": confusion, "loss": loss, "usage": usage, "tokens": tokens}
 
-    keeps = frozenset().union(*(phase.keeps for phase in method.phases)) if method.phases else frozenset()
-    return Phase(evaluate, "evaluate", frozenset(served) | ASKED, keeps, SENT)
+    return Phase(evaluate, "evaluate", frozenset(served) | ASKED, _kept(method), SENT)
+
+
+def _kept(method: Method) -> frozenset[str]:
+    return frozenset(name for phase in method.phases for name in phase.keeps)
 
 
 def collect(replies: Sequence[Reply], tasks: Sequence[str], projections: Sequence[str]) -> dict[str, Any]:
@@ -92,3 +98,77 @@ def collect(replies: Sequence[Reply], tasks: Sequence[str], projections: Sequenc
             ],
         }
     return result
+
+
+# --- queries whose owner nobody knows (FedSPM spec 5) ------------------------------------------------------
+
+QUERY = ("x", "task")
+
+
+def answer_phase(method: Method, served: Sequence[str]) -> Phase:
+    """The phase "answer" of a method: a client's predictor on queries from outside, hard labels (n,) int64.
+
+    served: names in the body of `method.serve`. It also gets the queries' columns (`pooled_queries`)."""
+
+    def answer(client: Client, got: Body, cfg: Any) -> Body:
+        predict = method.predictor(client, {name: got[name] for name in served}, cfg)
+        with torch.no_grad():
+            answers = [predict(batch).logits.argmax(1) for batch in _batches(got, got["size"])]
+        return {"answers": torch.cat(answers)}
+
+    asked = frozenset(served) | frozenset(QUERY) | {"size"}
+    return Phase(answer, "answer", asked, _kept(method), frozenset({"answers"}))
+
+
+def _batches(queries: Mapping[str, Any], size: int) -> Iterator[Batch]:
+    for at in range(0, len(queries["x"]), size):
+        yield {name: queries[name][at : at + size] for name in QUERY}
+
+
+def pooled_queries(clients: Sequence[Client], split: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """All clients' rows of a split as outside queries: columns, labels (n,) and owners (n,), by client."""
+    rows = [client.data[split] for client in clients]
+    queries = {
+        "x": torch.cat([part.x() for part in rows]),
+        "task": torch.cat([part.columns["task"] for part in rows]),
+    }
+    labels = torch.cat([part.columns["label"] for part in rows])
+    owners = torch.cat([torch.full((len(part),), k) for k, part in enumerate(rows)])
+    return queries, labels, owners
+
+
+def collect_answers(
+    replies: Sequence[Reply], queries: Mapping[str, Tensor], labels: Tensor, owners: Tensor, *,
+    method: Method, cfg: Any, model: Any, served: Body, size: int,
+) -> dict[str, Any]:  # fmt: skip
+    """JSON-ready `metrics.system_report` of the clients' answers, by the method's router where it has one."""
+    scores = None
+    if method.router is not None:
+        with torch.inference_mode():
+            parts = [method.router(model, served, batch, cfg) for batch in _batches(queries, size)]
+        scores = torch.cat(parts).double().numpy()
+    answers = torch.stack([reply.body["answers"] for reply in replies]).numpy()
+    return system_report(answers, labels.numpy(), owners.numpy(), scores, model.n_classes)
+
+
+def encoding_once(model: Any) -> Any:
+    """The same model, whose encoders run once per batch of queries however many clients' heads read them.
+
+    Features are kept by the very tensors they were computed from, so encoders of a client's own get their
+    own. Without gradients only; other models come back as they are."""
+    if not isinstance(model, FeatureModel):
+        return model
+    seen: dict[Any, tuple[Any, Tensor]] = {}
+
+    def encode(tree: Any, batch: Batch, block: str = "encoder") -> Tensor:
+        x, parts = batch["x"], [tree[name] for name in model.blocks.get(block, ()) if name in tree]
+        if torch.is_grad_enabled() or len(parts) != len(model.blocks.get(block, ())):
+            return model.encode(tree, batch, block)
+        key = block, x.data_ptr(), x.shape, tuple(part.data_ptr() for part in parts)
+        if key not in seen:  # what is kept beside the features holds those addresses
+            seen[key] = (x, parts), model.encode(tree, batch, block)
+        return seen[key][1]
+
+    once = copy.copy(model)
+    once.encode = encode  # type: ignore[method-assign]
+    return once

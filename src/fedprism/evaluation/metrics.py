@@ -107,6 +107,41 @@ def score(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def system_report(
+    answers: NDArray[np.integer[Any]], labels: NDArray[np.integer[Any]], owners: NDArray[np.integer[Any]],
+    scores: NDArray[np.floating[Any]] | None, n_classes: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Accuracy on pooled queries whose owner is hidden (FedSPM spec 5).
+
+    answers: (m, n) classes, each client's to every query. labels, owners: (n,). scores: (n, m) log-scores of
+    a router, whose largest (lowest client among ties) answers; None: one vote per client, the lowest class
+    among ties. Returns {"rule": "route" or "vote", "system": share of right answers, "n", and of a router
+    "routing": share of queries sent to their owner, "routing_nll": mean of -log softmax(scores)[owner], and
+    "asked": (m,) share of queries that each client got; of a vote "tied": share of queries without a single
+    winner}. Raises ValueError for scores that are not numbers."""
+    n = answers.shape[1]
+    if scores is None:
+        counts = (answers[:, :, None] == np.arange(n_classes)).sum(0)  # (n, K)
+        tied = (counts == counts.max(1, keepdims=True)).sum(1) > 1
+        right = counts.argmax(1) == labels  # argmax takes the first
+        return {"rule": "vote", "system": float(right.mean()), "n": n, "tied": float(tied.mean())}
+    if np.isnan(scores).any():
+        raise ValueError(
+            f"routing: {int(np.isnan(scores).sum())} scores are not numbers; lower the learning rate"
+        )
+    chosen = scores.argmax(1)
+    shifted = scores - scores.max(1, keepdims=True)
+    log_posterior = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return {
+        "rule": "route",
+        "system": float((answers[chosen, np.arange(n)] == labels).mean()),
+        "n": n,
+        "routing": float((chosen == owners).mean()),
+        "routing_nll": float(-log_posterior[np.arange(n), owners].mean()),
+        "asked": (np.bincount(chosen, minlength=len(answers)) / n).tolist(),
+    }
+
+
 def spread(values: Iterable[float]) -> Spread:
     """Mean and sample standard deviation (n - 1) of one number per seed (FedSEE spec 8).
 

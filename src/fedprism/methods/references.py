@@ -177,7 +177,7 @@ def by_task(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]:
     """Each example by the model of its true task (an oracle choice)."""
 
     def predict(batch: Batch) -> Outputs:
-        logits = torch.zeros(len(batch["label"]), client.model.n_classes)
+        logits = torch.zeros(len(batch["task"]), client.model.n_classes)
         for task in batch["task"].unique().tolist():
             mine = batch["task"] == task
             part = {name: value[mine] for name, value in batch.items()}
