@@ -43,7 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedsee_geometry": {"projections": "all", "steps": 6, "router_steps": 4, "batch_size": 8, "lr": 0.05},
 }
 DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
-ON_TABLES: set[str] = {"fedspm", "feddrm_separate", "ifca", "fedbabu"}  # methods of models with an encoder and a head
+# Methods of models with an encoder and a head.
+ON_TABLES: set[str] = {"fedspm", "feddrm_separate", "ifca", "fedbabu", "feddrm"}
 
 
 def prepared(name: str) -> tuple[Any, Any, dict[int, Client]]:
