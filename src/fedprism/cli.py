@@ -144,6 +144,41 @@ def report(
         typer.echo(f"report: {api.write_report(directories, out)}")
 
 
+@app.command("show-data")
+def show_data(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped config.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the picture [default: runs/<name of the experiment>-data].")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the federation [default: the config's first].")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Show what clients hold, before any training: their images and labels as a picture, counts as tables."""
+    with _faults():
+        from fedprism import api
+        from fedprism import config as configs
+        from fedprism.methods.registry import METHODS
+
+        experiment = configs.load(configs.find(config), list(overrides or ()), methods=METHODS)
+        target = out if out is not None else Path("runs") / f"{experiment.name}-data"
+        with _progress(quiet) as progress:
+            shown = api.show_data(experiment, target, seed=seed, progress=progress)
+        typer.echo(shown["title"])
+        _console().print(_rows_table(shown["sizes"]))
+        typer.echo(f"\n{shown['what']}:")
+        _console().print(_rows_table(shown["counts"]))
+        if shown["legend"]:
+            typer.echo("; ".join(f"{short} {name}" for short, name in shown["legend"].items()))
+        typer.echo(f"picture: {' and '.join(map(str, shown['files']))}")
+
+
 @app.command("list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List methods, data sets or models."""
