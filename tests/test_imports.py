@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "evaluation.laboratory": ["evaluation.plots"],
     "evaluation.previews": ["evaluation.plots"],
     "evaluation.geometry_plots": ["storage", "evaluation.metrics", "evaluation.plots"],
-    "theory": ["theory.*", "trees", "methods.*"],
+    "theory": ["theory.*", "trees", "methods.*", "models.interface"],
     "config": ["trees"],
     "storage": ["trees"],
     "api": ["*"],

@@ -796,6 +796,79 @@ def lab_fedsee(
     }  # fmt: skip
 
 
+def lab_fedspm_steps() -> int:
+    """Number of steps that `lab_fedspm` reports."""
+    from fedprism.theory import profile_checks, profile_studies
+
+    return len(profile_checks.CHECKS) + len(profile_studies.NAMES)
+
+
+def lab_fedspm(
+    *, quick: bool = False, on_done: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:  # fmt: skip
+    """FedSPM's laboratory: checks F1 to F17 and studies S1 to S5, the last of the shipped method.
+
+    quick: fewer seeds, shorter runs. on_done: told each step's name. Returns a JSON-ready dict like
+    `lab_fedsee`; "ok": every check and every judged row holds."""
+    from fedprism.theory import profile_checks, profile_studies
+
+    names = ("checks", *profile_studies.NAMES)
+    seeds = {name: profile_studies.seeds_of(name, quick) for name in names}
+    checks = profile_checks.run_checks(seeds["checks"], on_done=on_done)
+    studies = profile_studies.run_studies(_ship_fedspm, quick=quick, on_done=on_done)
+    tables = [study.table for study in studies.values()]
+    return {
+        "name": "fedspm", "quick": quick, "seeds": seeds, "versions": versions(),
+        "checks": [asdict(check) for check in checks],
+        "tables": [{**asdict(table), "ok": table.ok} for table in tables],
+        "curves": {name: studies[study].curve for name, study in profile_studies.CURVES.items()},
+        "ok": all(check.ok for check in checks) and all(table.ok for table in tables),
+    }  # fmt: skip
+
+
+def _ship_fedspm(sample: Any, n_classes: int, seed: int, settings: Mapping[str, Any]) -> Any:
+    """The shipped FedSPM on a `theory.profile_likelihood.Sample`, with encoders that are the identity.
+
+    settings: of its Config. Returns a `theory.gaussian_clients.ShippedRun`."""
+    from fedprism.data.arrays import TableRows
+    from fedprism.theory.gaussian_clients import IdentityModel, ShippedRun, learnt_model
+
+    method, x = get_method("fedspm"), torch.from_numpy(sample.x).float()
+    cfg, model = method.config(**settings), IdentityModel(x.shape[1], n_classes)
+    columns = {"label": sample.y, "client": sample.owner, "component": sample.component}
+    columns = {name: torch.from_numpy(column) for name, column in columns.items()}
+    columns |= {"row": torch.arange(len(x)), "task": torch.zeros(len(x), dtype=torch.int64)}
+    rows = TableRows(columns, x)
+    participants = {
+        i: Client(i, model, {"train": rows.select(columns["client"] == i)})
+        for i in range(int(columns["client"].max()) + 1)
+    }
+    sizes = tuple(client.n for client in participants.values())
+    facts = Facts(tuple(participants), sizes, ("all",), ("all",), seed)
+
+    def learnt(heads: list[Any]) -> Any:
+        return learnt_model(state.gamma, state.xi, state.tau, heads)
+
+    engine = InProcess(method.name, {phase.name: phase for phase in method.phases}, participants, cfg, seed)
+    ends: list[Any] = []  # models before and after
+    state, monitor, replies = method.start(cfg, model, facts), [], None
+    server = method.server(cfg, state, facts.clients)
+    while True:
+        try:
+            event = server.send(replies)  # type: ignore[arg-type]
+        except StopIteration:
+            break
+        if isinstance(event, Ask):
+            replies = engine.carry(event, state.round)
+            if not ends:  # heads are drawn at first contact, before anything is trained
+                ends.append(learnt([client.state["head"] for client in participants.values()]))
+        else:
+            replies, state = None, event.state
+            monitor.append(event.log["J"])
+    ends.append(learnt([client.state["head"] for client in participants.values()]))
+    return ShippedRun(ends[0], ends[1], np.array(monitor))
+
+
 def write_result(result: Mapping[str, Any], path: Path) -> None:
     """Write a laboratory's result as JSON, whole or not at all."""
     write_json(path, result)

@@ -217,27 +217,60 @@ def lab_fedsee(
     with _faults():
         from fedprism import api
         from fedprism import config as configs
-        from fedprism.evaluation import laboratory
 
-        if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-            raise FileNotFoundError(f"lab: --json {json_file} must name a file in a folder that exists")
-        above = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise FileExistsError(f"lab: --out {out} can't be a folder at {above}; name another")
+        _check_targets(json_file, out)
         changes = configs.parse_settings(overrides or (), example="kappa=16")
         with _steps(api.lab_steps(quick), quiet) as on_done:
             result = api.lab_fedsee(quick=quick, instance=changes, on_done=on_done)
-        for table in laboratory.rich_tables(result):
-            _console().print(table)
-            typer.echo("")
-        if json_file is not None:
-            api.write_result(result, json_file)
-        typer.echo(f"figures: {laboratory.save_figures(result, out)[0].parent}")
-        failed = [check["id"] for check in (*result["checks"], *result["tables"]) if not check["ok"]]
-        failed += [] if result["beyond_ok"] else ["recovery without anchors"]
-        typer.echo(f"failed: {', '.join(failed)}" if failed else "every bound and every table holds")
-        if failed:
-            raise typer.Exit(FAILED)
+        _show_laboratory(result, json_file, out, "every bound and every table holds")
+
+
+@lab.command("fedspm")
+def lab_fedspm(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds and shorter runs.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the figures.")] = Path("runs/lab_fedspm"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """FedSPM's laboratory: exact statements, solvers, and runs on a world with a known best router.
+
+    Exit status 1 if a check or a study fails."""
+    with _faults():
+        from fedprism import api
+
+        _check_targets(json_file, out)
+        with _steps(api.lab_fedspm_steps(), quiet) as on_done:
+            result = api.lab_fedspm(quick=quick, on_done=on_done)
+        _show_laboratory(result, json_file, out, "every check and every study holds")
+
+
+def _check_targets(json_file: Path | None, out: Path) -> None:
+    """Refuse, before anything is computed, a file or a folder that can't be written."""
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise FileNotFoundError(f"lab: --json {json_file} must name a file in a folder that exists")
+    above = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise FileExistsError(f"lab: --out {out} can't be a folder at {above}; name another")
+
+
+def _show_laboratory(result: Mapping[str, Any], json_file: Path | None, out: Path, sound: str) -> None:
+    """Print a laboratory's tables, write its JSON and its figures, and end with the verdict."""
+    from fedprism import api
+    from fedprism.evaluation import laboratory
+
+    for table in laboratory.rich_tables(result):
+        _console().print(table)
+        typer.echo("")
+    if json_file is not None:
+        api.write_result(result, json_file)
+    typer.echo(f"figures: {laboratory.save_figures(result, out)[0].parent}")
+    failed = [check["id"] for check in (*result["checks"], *result["tables"]) if not check["ok"]]
+    failed += [] if result.get("beyond_ok", True) else ["recovery without anchors"]
+    typer.echo(f"failed: {', '.join(failed)}" if failed else sound)
+    if failed:
+        raise typer.Exit(FAILED)
 
 
 @contextmanager

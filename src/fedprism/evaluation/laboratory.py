@@ -1,7 +1,7 @@
 """A laboratory's results as tables and figures: published, expected and measured values side by side.
 
-Reads the JSON-ready dict that `api.lab_fedsee` returns (and `--json` writes); nothing is computed here but
-means for the figures.
+Reads the JSON-ready dict that `api.lab_fedsee` and `api.lab_fedspm` return (and `--json` writes); nothing is
+computed here but means for the figures.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ ESTIMATES = {
 def _number(value: float | None) -> str:
     if value is None:
         return ""
+    if 0 < abs(value) < 5e-4:
+        return f"{value:.1e}"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
 
 
@@ -54,9 +56,11 @@ def _table(title: str, columns: Sequence[str], numeric: int) -> Table:
 
 
 def rich_tables(result: Result) -> list[Table]:
-    """For a terminal: the bounds, the synthetic tables, and the recovery without anchors."""
+    """For a terminal: the bounds or checks, the tables or studies, and the recovery without anchors where
+    the laboratory has it."""
     bounds = _table(
-        "Bounds: ratio at most 1; measured / claimed, for floors claimed / measured",
+        f"{'Bounds' if 'beyond' in result else 'Checks'}: ratio at most 1; measured / claimed, for floors "
+        "claimed / measured",
         ("", "statement", "value", "bound", "ratio", ""),
         2,
     )
@@ -76,7 +80,7 @@ def rich_tables(result: Result) -> list[Table]:
                 _number(row["ours"]), _number(row["sd"]), row["tolerance"],
                 _verdict(row["ok"], row["tolerance"] != "shown"),
             )  # fmt: skip
-    return [bounds, tables, _beyond_table(result["beyond"])]
+    return [bounds, tables, *([_beyond_table(result["beyond"])] if "beyond" in result else [])]
 
 
 def _beyond_table(cells: Sequence[Mapping[str, Any]]) -> Table:
@@ -269,11 +273,94 @@ def beyond_figure(cells: Sequence[Mapping[str, Any]]) -> Figure | None:
     return figure
 
 
+def ground_truth_figure(curve: Mapping[str, Any]) -> Figure:
+    """J and routing accuracy over the rounds against the truth, a line per setting: mean over the seeds, with
+    the seeds' range; the published rate seed by seed."""
+    figure, (left, right) = _new(3.8, 2)
+    for k, (key, setting) in enumerate(curve["settings"].items()):
+        single = key == "published"
+        for ax, name in ((left, "J"), (right, "routing")):
+            x = setting["runs"][0]["rounds"]
+            runs = [run[name] for run in setting["runs"]]
+            mean = [sum(values) / len(values) for values in zip(*runs, strict=True)]
+            if single:
+                for run in runs:
+                    ax.plot(x, run, color=PALETTE[k], lw=0.8, ls="--", alpha=0.8)
+                ax.plot([], [], color=PALETTE[k], lw=0.8, ls="--", label=f"{setting['name']}, each seed")
+                continue
+            ax.plot(x, mean, color=PALETTE[k], marker=MARKERS[k], ms=3.5, lw=1.5, label=setting["name"])
+            low, high = ([end(values) for values in zip(*runs, strict=True)] for end in (min, max))
+            ax.fill_between(x, low, high, color=PALETTE[k], alpha=0.15, lw=0)
+    for ax, name, label in ((left, "J", "J of the truth"), (right, "routing", "Bayes")):
+        ax.axhline(curve["bayes"][name], color=FAINT, ls=":", lw=1.4, label=label)
+        ax.set_xlabel("round")
+        ax.grid(axis="y")
+        ax.legend(frameon=False, fontsize=8.5)
+        late = [y for s in curve["settings"].values() for run in s["runs"] for y in run[name][1:]]
+        bottom, top = min(curve["bayes"][name], *late), max(curve["bayes"][name], *late)
+        ax.set_ylim(bottom - 0.06 * (top - bottom), top + 0.06 * (top - bottom))  # without the start
+    left.set_ylabel("J, nats (the start lies above)")
+    right.set_ylabel("queries sent to their owner (the start lies below)")
+    return figure
+
+
+BRIDGE_PANELS = {
+    "gradient": "running mean of |grad F|²", "delta": "sum of δ over √t", "epsilon": "running mean of ε",
+}  # fmt: skip
+
+
+def bridge_figure(curve: Mapping[str, Any]) -> Figure:
+    """Exact gradient norm and bridge errors against the round, a row per rate and a line per momentum."""
+    rates = curve["rates"]
+    figure = Figure(figsize=(WIDTH, 0.9 + 2.5 * len(rates)), layout="constrained")
+    axes = figure.subplots(len(rates), len(BRIDGE_PANELS), sharex=True, squeeze=False)
+    for row, (rate, momenta) in zip(axes, rates.items(), strict=True):
+        for ax, (name, label) in zip(row, BRIDGE_PANELS.items(), strict=True):
+            for k, (momentum, series) in enumerate(momenta.items()):
+                ax.plot(series["rounds"], series[name], color=PALETTE[k], marker=MARKERS[k], ms=3, lw=1.3,
+                        label=f"μ = {momentum}")  # fmt: skip
+            ax.set_title(f"{label}, rate {rate}", fontsize=8.5)
+            ax.grid(axis="y")
+            if name == "gradient":
+                ax.set_yscale("log")
+            else:
+                ax.set_ylim(bottom=0)
+                ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    for ax in axes[-1]:
+        ax.set_xlabel("round t")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False,
+                  fontsize=8.5)  # fmt: skip
+    return figure
+
+
+def feasible_figure(curve: Mapping[str, Any]) -> Figure:
+    """At which rounds multipliers exist, a line of marks per mode of evaluation and rate, with the share."""
+    rows = list(curve["feasible"].items())
+    figure, (ax,) = _new(0.9 + 0.36 * len(rows))
+    for y, (_, feasible) in enumerate(rows):
+        for k, (holds, face) in enumerate(((True, PALETTE[0]), (False, "white"))):
+            x = [t for t, value in zip(curve["rounds"], feasible, strict=True) if value is holds]
+            colour = PALETTE[0] if holds else PALETTE[1]
+            ax.plot(x, [y] * len(x), ls="", marker="ox"[k], ms=4.5, mfc=face, mec=colour, mew=1.1)
+        share = sum(feasible) / len(feasible)
+        ax.text(1.015, y, f"{share:.0%}", transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel("round")
+    ax.plot([], [], ls="", marker="o", color=PALETTE[0], label="multipliers exist at both ends")
+    ax.plot([], [], ls="", marker="x", color=PALETTE[1], label="none, or none accepted")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=8.5)
+    return figure
+
+
 FIGURES = {
     "recovery_against_impurity": impurity_figure,
     "identity_against_set_error": identity_figure,
     "nonidentifiability_against_size": size_figure,
     "uniform_routing_cost": routing_figure,
+    "gaussian_ground_truth": ground_truth_figure,
+    "bridge_errors_by_momentum": bridge_figure,
+    "feasible_rounds": feasible_figure,
 }
 
 
@@ -283,7 +370,8 @@ def save_figures(result: Result, out: Path) -> list[Path]:
         drawn: dict[str, Figure | None] = {
             name: draw(result["curves"][name]) for name, draw in FIGURES.items() if name in result["curves"]
         }
-        drawn["recovery_without_anchors"] = beyond_figure(result["beyond"])
+        if "beyond" in result:
+            drawn["recovery_without_anchors"] = beyond_figure(result["beyond"])
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in drawn.items():

@@ -159,11 +159,13 @@ def solve_multipliers(tilts: Floats, tau: Floats, *, limit: int = 200) -> Soluti
     return accept(tilts, multipliers.reshape(tilts.shape[1:]), used)
 
 
-def solve_with_scipy(
+def ask_scipy(
     tilts: Floats, start: Floats, method: Literal["hybr", "trf"], *, limit: int = 2000
-) -> Solution:
-    """The same system by `scipy.optimize.root` (hybr) or `least_squares` (trf), which know no positivity; the
-    same acceptance rule judges them. start: (m, C) multipliers, tau / n for a fair comparison."""
+) -> tuple[Floats, bool, int]:
+    """What `scipy.optimize.root` (hybr) or `least_squares` (trf) finds for the same system, whether it calls
+    that a success, and its evaluations. They know no positivity: judge by `accept`.
+
+    start: (m, C) multipliers, tau / n for a fair comparison."""
     with np.errstate(all="ignore"):
         excess = np.expm1(tilts).reshape(len(tilts), -1)
 
@@ -183,7 +185,15 @@ def solve_with_scipy(
                 equations, np.ravel(start), jac=slopes, method="trf", xtol=1e-15, ftol=1e-15, gtol=1e-15,
                 max_nfev=limit,
             )  # fmt: skip
-    return accept(tilts, np.asarray(found.x).reshape(tilts.shape[1:]), int(found.nfev))
+    return np.asarray(found.x).reshape(tilts.shape[1:]), bool(found.success), int(found.nfev)
+
+
+def solve_with_scipy(
+    tilts: Floats, start: Floats, method: Literal["hybr", "trf"], *, limit: int = 2000
+) -> Solution:
+    """The answer of `ask_scipy` under the acceptance rule, whatever SciPy says of it."""
+    multipliers, _, used = ask_scipy(tilts, start, method, limit=limit)
+    return accept(tilts, multipliers, used)
 
 
 # ---- objectives and gradients --------------------------------------------------------------------
@@ -395,20 +405,33 @@ class BridgeErrors:
         return running(self.profile), running(self.delta) * np.sqrt(self.rounds), running(self.epsilon)
 
 
-def bridge_errors(rounds: Sequence[Round], h: Floats, owner: Ints, mode: Mode = "calibrated") -> BridgeErrors:
+def bridge_errors(
+    rounds: Sequence[Round],
+    h: Floats,
+    owner: Ints,
+    mode: Mode = "calibrated",
+    *,
+    as_trained: bool = False,
+) -> BridgeErrors:
     """How far the surrogate is from the exact objective along a run (spec 8.1).
 
-    rounds: at least one, of one run. h: (n, d). mode: the tables used at both ends of every round. Raises
+    rounds: at least one, of one run. h: (n, d). mode: the tables used at both ends of every round.
+    as_trained: the surrogate, and its gradient, at the tables that training had instead. In mode "calibrated"
+    with the same tables for both objectives Q2 and Q2~ differ by a constant: Gamma2 = 1 and epsilon and delta
+    vanish whatever the run did. With as_trained they measure how far gamma is from calibrated. Raises
     ValueError, one line, without rounds."""
     if not rounds:
         raise ValueError("bridge errors: got no rounds, needs at least one; keep some while training")
     n, lost = len(owner), float("nan")
     found = []
     for r in rounds:
-        ends = [in_mode(mode, tables, h, r.tau) for tables in (r.tables, r.following)]
+        trained = (r.tables, r.following)
+        ends = [in_mode(mode, tables, h, r.tau) for tables in trained]
         T = [tables.tilts(h) for tables in ends]
+        near_ends = trained if as_trained else ends
+        near_T = [tables.tilts(h) for tables in near_ends]
         first = solve_multipliers(T[0], r.tau)
-        near = gradient(surrogate_pull(T[0], owner, r.w, r.tau), ends[0], h).squared_norm(n)
+        near = gradient(surrogate_pull(near_T[0], owner, r.w, r.tau), near_ends[0], h).squared_norm(n)
         if isinstance(first, Infeasible):
             found.append((lost, near, lost, lost, lost))
             continue
@@ -419,7 +442,7 @@ def bridge_errors(rounds: Sequence[Round], h: Floats, owner: Ints, mode: Mode = 
         last, delta = solve_multipliers(T[1], r.tau), lost
         if isinstance(last, Feasible):
             f = [drm_objective(t, owner, r.w, s.multipliers) for t, s in zip(T, (first, last), strict=True)]
-            near_f = [surrogate(t, owner, r.w, r.tau) for t in T]
+            near_f = [surrogate(t, owner, r.w, r.tau) for t in near_T]
             delta = max(0.0, (f[0] - f[1] - near_f[0] + near_f[1]) / n)
         found.append((exact, near, profile, delta, float(np.abs(lam - calibrated_multipliers(r.tau)).max())))
     exact_, near_, profile_, delta_, distance_ = np.array(found, dtype=np.float64).T
@@ -775,17 +798,18 @@ def momentum_study(
     mode: Mode = "calibrated",
     every: int = 20,
     seed: int = 0,
+    as_trained: bool = False,
 ) -> list[MomentumRow]:
     """Momentum of the table's solver at a constant rate, same sample, start and batches (spec 6, 8.1).
 
-    every: rounds between two evaluations of the bridge errors."""
+    every: rounds between two evaluations of the bridge errors. as_trained: as in `bridge_errors`."""
     world = gaussian_world()
     sample, study = world.draw(seed), []
     for mu in momenta:
         settings = Training(rounds=rounds, rate=rate, schedule="constant", drm_momentum=mu, keep=every)
         run = train(sample, settings, seed, n_classes=world.slopes.shape[2])
         a, s = momentum_constants(settings.drm_steps, mu)
-        errors = bridge_errors(run.rounds, sample.x, sample.owner, mode)
+        errors = bridge_errors(run.rounds, sample.x, sample.owner, mode, as_trained=as_trained)
         scores = population_scores(world, run.model)
         study.append(MomentumRow(mu, rate * a, s, errors, scores, float(run.monitor[-1])))
     return study
