@@ -14,7 +14,7 @@ from typing import Any
 
 from fedprism.models.interface import Batch, Model, Outputs
 from fedprism.protocol import Ask, Body, Client, Facts, Method, RoundEnd, Server, phase, sample_clients
-from fedprism.training import CountOrZero, FederatedTraining, LocalTraining, solve
+from fedprism.training import CountOrZero, FederatedTraining, LocalTraining, NonNegative, solve
 from fedprism.trees import Tree, mean
 
 
@@ -28,6 +28,7 @@ class FineTuneConfig(FederatedTraining):
     """FedAvg followed by fine-tuning before every evaluation."""
 
     finetune_epochs: CountOrZero = 1  # passes over the client's data; 0 = FedAvg
+    finetune_lr: NonNegative = 0.0  # their learning rate, constant; 0 = lr, that of round 0
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,12 @@ def predictor(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]
 
 
 def fine_tuned(client: Client, got: Body, cfg: FineTuneConfig) -> Callable[[Batch], Outputs]:
-    """A copy of the global model, fine-tuned on the client's training data at the initial rate."""
+    """A copy of the global model, fine-tuned on the client's training data at a constant rate."""
     w = got["w"]
     if cfg.finetune_epochs:
         batches = client.batches(cfg.batch_size, epochs=cfg.finetune_epochs)
-        w, _ = solve(cfg, client.loss, w, batches, cfg.lr, decayed=client.model.decayed)
+        rate = cfg.finetune_lr or cfg.lr
+        w, _ = solve(cfg, client.loss, w, batches, rate, decayed=client.model.decayed)
     return lambda batch: client.model.apply(w, batch)
 
 

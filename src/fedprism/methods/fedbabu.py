@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedprism.models.interface import Batch, Model, Outputs
 from fedprism.protocol import Ask, Body, Client, Facts, Method, RoundEnd, Server, phase, sample_clients
-from fedprism.training import CountOrZero, FederatedTraining, solve
+from fedprism.training import CountOrZero, FederatedTraining, NonNegative, solve
 from fedprism.trees import Tree, mean
 
 
@@ -32,6 +32,7 @@ class Config(FederatedTraining):
     """FedAvg of the body; fine-tuning before every evaluation."""
 
     finetune_epochs: CountOrZero = 1  # passes over the client's data before it predicts; 0 = untuned
+    finetune_lr: NonNegative = 0.0  # their learning rate, constant; 0 = lr, that of round 0
     finetune_scope: Literal["full", "head"] = "full"  # what they move: body and head, or the head alone
     average: Literal["samples", "uniform"] = "samples"  # weights of the clients in the server's mean
 
@@ -104,7 +105,8 @@ def predictor(client: Client, got: Body, cfg: Config) -> Callable[[Batch], Outpu
 
     if cfg.finetune_epochs:
         batches = client.batches(cfg.batch_size, epochs=cfg.finetune_epochs)
-        moving, _ = solve(cfg, loss, moving, batches, cfg.lr, decayed=client.model.decayed)
+        rate = cfg.finetune_lr or cfg.lr
+        moving, _ = solve(cfg, loss, moving, batches, rate, decayed=client.model.decayed)
     tree = {**still, **moving}
     return lambda batch: client.model.apply(tree, batch)
 

@@ -80,8 +80,10 @@ class Config(FederatedTraining):
     drm_momentum: Annotated[float, Ge(0), Le(0.999)] = 0.95
     drm_lr: NonNegative = 0.0  # its learning rate at round 0; 0 = lr
     e_step: Literal["full", "batch"] = "full"  # over all rows, or over those this round will draw
-    init: Literal["random", "kmeans"] = "random"  # where responsibilities come from at first
-    warm_rounds: CountOrZero = 10  # init = "kmeans": rounds that keep its responsibilities
+    # Where responsibilities come from at first: random heads, k-means on a client's inputs, or the true
+    # components that simulated data know.
+    init: Literal["random", "kmeans", "components"] = "random"
+    warm_rounds: CountOrZero = 10  # rounds that keep the responsibilities of k-means or of the components
     calibrate_gamma: CountOrZero = 0  # sweeps after each round that make the ratios integrate to one
     prior: Literal["fraction", "uniform"] = "fraction"  # of the router: training fractions, or none
     monitor_every: CountOrZero = 1  # n_components = 1: rounds between values of J; 0 = never
@@ -159,12 +161,11 @@ def _head(client: Client, cfg: Config) -> Tree:
 )
 def e_step(client: Client, got: Body, cfg: Config) -> Body:  # lines 4-5
     """Responsibilities of the training rows, kept; their totals, sent, scaled to n_i."""
-    rows, place = client.data["train"], torch.arange(client.n)
+    head, rows, place = _head(client, cfg), client.data["train"], torch.arange(client.n)
     if cfg.e_step == "batch":  # the rows that this round's M-step will draw from
         drawn = cfg.batch_size * max(cfg.local_steps, cfg.drm_steps)
         place = torch.randperm(client.n, generator=client.generator)[:drawn].sort().values
         rows = rows.select(place)
-    head = _head(client, cfg)
     seen = list(cfg.on(client.model).look(got, head, rows, cfg.eval_batch))
     tilts, log_p = (torch.cat(parts).clone() for parts in zip(*seen, strict=True))  # (n, m, C), (n, C)
     pi = dr.mixing_weights(got["tau"])[client.id].float()
@@ -195,9 +196,18 @@ def _mean_monitor(client: Client, cfg: Config, got: Body, name: str) -> float:
 
 
 def _first_split(client: Client, cfg: Config, agreed: Tensor) -> Tensor:
-    """Hard responsibilities from k-means on the client's own inputs, (n, C), computed once (spec 10b).
+    """Hard responsibilities from k-means on the client's own inputs, (n, C), computed once (spec 10b), or
+    those of the true components.
 
     agreed: (C, p) centroids that number the components, or empty: by falling size."""
+    if cfg.init == "components":
+        component = client.data["train"].columns["component"]
+        if int(component.min()) < 0 or int(component.max()) >= cfg.n_components:
+            raise ValueError(
+                f"init = 'components': the data have components {int(component.min())} to "
+                f"{int(component.max())} (-1: unknown), needs 0 to {cfg.n_components - 1}; use 'kmeans'"
+            )
+        return torch.nn.functional.one_hot(component, cfg.n_components).float()
     if "kmeans" not in client.state:
         rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=client.generator)))
         w, own = dr.kmeans_responsibilities(client.data["train"].x(), cfg.n_components, rng)
@@ -297,8 +307,8 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
                 log = _described(replies, ("J", "J_validation"))
             replies = yield Ask("fit", chosen, {**shared, "tau": tau, "lr": lr})
         else:
-            warm = cfg.init == "kmeans" and t < cfg.warm_rounds
-            if warm and cfg.encoders == "separate" and not agreed.numel():
+            warm = cfg.init != "random" and t < cfg.warm_rounds
+            if warm and cfg.init == "kmeans" and cfg.encoders == "separate" and not agreed.numel():
                 replies = yield Ask("centroids", chosen, {})
                 sizes = [r.body["n"] for r in replies]
                 agreed = agreed_centroids([r.body["centroids"] for r in replies], sizes)
