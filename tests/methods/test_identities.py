@@ -89,7 +89,7 @@ def predictions(method: Any, cfg: Any, state: Any, clients: dict[int, Client]) -
     return logits
 
 
-def classes_log_probs(method: Any, cfg: Any, state: Any, clients: dict[int, Client]) -> Answer:
+def log_probabilities(method: Any, cfg: Any, state: Any, clients: dict[int, Client]) -> Answer:
     """Log-probabilities of every client's predictor; methods may differ in a constant per row of logits."""
     return {i: x.log_softmax(1) for i, x in predictions(method, cfg, state, clients).items()}
 
@@ -117,7 +117,7 @@ class Identity:
     shared: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        where = self.left.read.__name__ if self.left.read in (predictions, classes_log_probs) else "trees"
+        where = self.left.read.__name__ if self.left.read in (predictions, log_probabilities) else "trees"
         return f"{self.left.method}={self.right.method}-{self.world.__name__}-{where}"
 
 
@@ -146,6 +146,12 @@ ROWS = [
     Identity(Side("ifca", of_state("models", 0), {"n_clusters": 1}), Side("fedit", of_state("w")), adapters),
     Identity(Side("fedavg_ft", predictions, {"finetune_epochs": 0}), Side("fedavg", predictions), tables),
     Identity(Side("fedavg_ft", of_state("w"), {"finetune_epochs": 2}), FEDAVG, tables),
+    Identity(Side("fedem", of_state("components", 0), {"n_components": 1}), FEDAVG, tables),
+    Identity(Side("fedem", of_state("components", 0), {"n_components": 1}), FEDAVG, tables,
+             shared={"participation": 0.5}),
+    Identity(Side("fedem", of_state("components", 0), {"n_components": 1}), FEDAVG, adapters),
+    Identity(Side("fedem", log_probabilities, {"n_components": 1}), Side("fedavg", log_probabilities),
+             tables, within=1e-6),  # mixed in float64
     # adapters under a frozen head: FedBABU has nothing to hold still that FedAvg moves
     Identity(Side("fedbabu", of_state("body")), FEDAVG, adapters),
     Identity(Side("fedbabu", predictions, {"finetune_epochs": 2}),
@@ -200,6 +206,7 @@ def differing() -> list[Identity]:
         Identity(Side("fedavg_ft", predictions, {"finetune_epochs": 1}), Side("fedavg", predictions), tables),
         Identity(Side("fedbabu", predictions, {"finetune_epochs": 0}), Side("fedavg", predictions), tables),
         Identity(Side("scaffold", of_state("x")), FEDAVG, tables),
+        Identity(Side("fedem", of_state("components", 0), {"n_components": 2}), FEDAVG, tables),
     ]  # fmt: skip
 
 
