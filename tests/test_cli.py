@@ -20,7 +20,7 @@ from fedprism import api, cli
 from fedprism.config import Experiment, UserError, parse_settings
 from fedprism.evaluation import reports
 from fedprism.protocol import ClientFailure
-from fedprism.theory import recovery_bounds, recovery_tables
+from fedprism.theory import profile_checks, profile_studies, recovery_bounds, recovery_tables
 
 CONFIG = """
 name = "small"
@@ -472,6 +472,91 @@ def test_the_laboratory_hands_its_settings_on(config: Path, monkeypatch: pytest.
         "eps": 0.05, "diam": 5.0, "N": 14, "anchors": False, "spectrum": "linear", "kappa": 10.0
     }  # fmt: skip
     assert [type(v) for v in seen["instance"].values()] == [float, float, int, bool, str, float]
+
+
+CHECKS = [f"F{k}" for k in range(1, 18)]
+STUDIES = [f"S{k}" for k in range(1, 6)]
+
+
+@pytest.fixture(scope="module")
+def quick_fedspm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """`fedprism lab fedspm --quick`, once; what it wrote lies in the folder."""
+    folder = tmp_path_factory.mktemp("lab")
+    where = "--json", folder / "lab.json", "--out", folder / "figures"
+    return call("lab", "fedspm", "--quick", *where), folder
+
+
+def test_the_quick_fedspm_laboratory_holds_and_lists_everything(quick_fedspm: tuple[Result, Path]) -> None:
+    result, folder = quick_fedspm
+    assert result.exit_code == 0, result.output
+    assert [line.removeprefix("done: ") for line in result.stderr.splitlines()] == [*CHECKS, *STUDIES]
+    assert len(CHECKS) + len(STUDIES) == api.lab_fedspm_steps()
+    lines = result.stdout.splitlines()
+    assert lines[-2:] == [f"figures: {folder / 'figures'}", "every check and every study holds"]
+    found = [line.split()[0] for line in lines if re.match(r"[FS]\d+ ", line)]
+    assert found == [*CHECKS, *STUDIES]
+    assert "FAILS" not in result.stdout
+    assert all(len(line) <= 200 for line in lines)
+    names = {"gaussian_ground_truth", "bridge_errors_by_momentum", "feasible_rounds"}
+    assert {p.name for p in (folder / "figures").iterdir()} == {
+        f"{name}.{kind}" for name in names for kind in ("png", "svg")
+    }
+
+
+def test_the_fedspm_laboratory_s_json_has_the_figures_of_its_specification(
+    quick_fedspm: tuple[Result, Path],
+) -> None:
+    result, folder = quick_fedspm
+    found = json.loads((folder / "lab.json").read_text(encoding="utf-8"))
+    assert (found["name"], found["quick"], found["ok"]) == ("fedspm", True, True)
+    assert [check["id"] for check in found["checks"]] == CHECKS
+    assert [table["id"] for table in found["tables"]] == STUDIES
+    rows = {(table["id"], row["setting"]): row for table in found["tables"] for row in table["rows"]}
+    for row in rows.values():
+        assert row["ok"]
+        if abs(row["ours"]) > 1e-3:
+            assert f"{row['ours']:.4f}"[:5] in result.stdout, row
+    a = (15 - 0.95 * (1 - 0.95**15) / 0.05) / 0.05  # sum over s of (1 - mu^(15 - s)) / (1 - mu)
+    assert rows["S4", "mu = 0.95: a_E"]["ours"] == pytest.approx(a)
+    assert rows["S4", "mu = 0: s_E"]["ours"] == 15
+    assert rows["S3", "rate 0.05, calibrated: feasible share"]["ours"] == 1
+    assert 0 <= rows["S1", "C = 2: routing below Bayes"]["ours"] <= 0.01
+    assert rows["S1", "C = 2: routing above C = 1"]["ours"] >= 0.015
+    assert rows["S5", "C = 2: fall of J, nats"]["ours"] >= 0.5
+    apart = rows["S5", "whole batches, 2 rounds: largest difference from the trainer"]["ours"]
+    assert 0 < apart < 1e-5  # float32 against float64
+
+
+def test_a_fedspm_check_or_study_that_fails_is_named_and_status_1(
+    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(seed: int) -> recovery_bounds.Check:
+        return recovery_bounds.Check("F2", "a claim", 3.0, 2.0, 1.5, False)
+
+    def study(name: str, ok: bool) -> Any:
+        row = recovery_tables.Row("a setting", None, 0.0, 2.0, 0.0, "at most 1", ok)
+        return profile_studies.Study(recovery_tables.Table(name, "a study", "", (0,), (row,)), {})
+
+    monkeypatch.setattr(profile_checks, "CHECKS", {"F2": check})
+    drawn = profile_studies.Study(study("S3", True).table, {"rounds": [1], "feasible": {"raw": [True]}})
+    both = {"S3": drawn, "S4": study("S4", False)}
+    monkeypatch.setattr(profile_studies, "run_studies", lambda ship, **given: both)
+    monkeypatch.setattr(profile_studies, "CURVES", {"feasible_rounds": "S3"})
+    result = call("lab", "fedspm", "--quick", "--quiet", "--json", "lab.json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert result.stdout.splitlines()[-2:] == ["figures: runs/lab_fedspm", "failed: F2, S4"]
+    assert json.loads((tmp_path / "lab.json").read_text())["ok"] is False
+    assert (tmp_path / "runs/lab_fedspm/feasible_rounds.svg").is_file()
+
+
+@pytest.mark.parametrize("given", [("--json", "missing/lab.json"), ("--out", "taken/figures")])
+def test_the_fedspm_laboratory_refuses_its_targets_before_it_computes(
+    config: Path, given: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "lab_fedspm", lambda **given: pytest.fail("it computed"))
+    Path("taken").write_text("a file")
+    result = call("lab", "fedspm", *given)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from rich.table import Table
 from rich.text import Text
 
@@ -274,33 +275,33 @@ def beyond_figure(cells: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def ground_truth_figure(curve: Mapping[str, Any]) -> Figure:
-    """J and routing accuracy over the rounds against the truth, a line per setting: mean over the seeds, with
-    the seeds' range; the published rate seed by seed."""
+    """J and routing accuracy over the rounds against the truth, without the start, which lies far off.
+
+    A line per setting: mean over the seeds, with the seeds' range; the published rate seed by seed."""
     figure, (left, right) = _new(3.8, 2)
-    for k, (key, setting) in enumerate(curve["settings"].items()):
-        single = key == "published"
-        for ax, name in ((left, "J"), (right, "routing")):
-            x = setting["runs"][0]["rounds"]
-            runs = [run[name] for run in setting["runs"]]
-            mean = [sum(values) / len(values) for values in zip(*runs, strict=True)]
-            if single:
-                for run in runs:
-                    ax.plot(x, run, color=PALETTE[k], lw=0.8, ls="--", alpha=0.8)
-                ax.plot([], [], color=PALETTE[k], lw=0.8, ls="--", label=f"{setting['name']}, each seed")
+    for ax, name in ((left, "J"), (right, "routing")):
+        ax.axhline(curve["bayes"][name], color=FAINT, ls=":", lw=1.6, label="the truth")
+        for k, (key, setting) in enumerate(curve["settings"].items()):
+            x = setting["runs"][0]["rounds"][1:]
+            runs = [run[name][1:] for run in setting["runs"]]
+            if key == "published":
+                for j, run in enumerate(runs):
+                    label = f"{setting['name']}, each seed"
+                    ax.plot(x, run, color=PALETTE[k], lw=0.9, ls="--", label="_" * (j > 0) + label)
                 continue
+            low, mean, high = (
+                [end(values) for values in zip(*runs, strict=True)]
+                for end in (min, lambda values: sum(values) / len(values), max)
+            )
             ax.plot(x, mean, color=PALETTE[k], marker=MARKERS[k], ms=3.5, lw=1.5, label=setting["name"])
-            low, high = ([end(values) for values in zip(*runs, strict=True)] for end in (min, max))
             ax.fill_between(x, low, high, color=PALETTE[k], alpha=0.15, lw=0)
-    for ax, name, label in ((left, "J", "J of the truth"), (right, "routing", "Bayes")):
-        ax.axhline(curve["bayes"][name], color=FAINT, ls=":", lw=1.4, label=label)
         ax.set_xlabel("round")
+        ax.set_xlim(left=0)
         ax.grid(axis="y")
-        ax.legend(frameon=False, fontsize=8.5)
-        late = [y for s in curve["settings"].values() for run in s["runs"] for y in run[name][1:]]
-        bottom, top = min(curve["bayes"][name], *late), max(curve["bayes"][name], *late)
-        ax.set_ylim(bottom - 0.06 * (top - bottom), top + 0.06 * (top - bottom))  # without the start
-    left.set_ylabel("J, nats (the start lies above)")
-    right.set_ylabel("queries sent to their owner (the start lies below)")
+    left.set_ylabel("J, nats")
+    right.set_ylabel("routing: queries sent to their owner")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False,
+                  fontsize=8.5)  # fmt: skip
     return figure
 
 
@@ -323,6 +324,9 @@ def bridge_figure(curve: Mapping[str, Any]) -> Figure:
             ax.grid(axis="y")
             if name == "gradient":
                 ax.set_yscale("log")
+                ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                ax.yaxis.set_minor_locator(NullLocator())
             else:
                 ax.set_ylim(bottom=0)
                 ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))

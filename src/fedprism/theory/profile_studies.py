@@ -48,6 +48,7 @@ PUBLISHED_RATE, RATE = 0.01, 0.05  # rates of both blocks: the published one, an
 NEAR, GAIN, FALL = 0.01, 0.015, 0.5  # acceptance of spec 11: of routing, of routing, of J in nats
 NO_DECISION = 1e-9  # a smallest mass nearer to zero than this decides nothing
 MODES: tuple[exact.Mode, ...] = ("raw", "shift", "calibrated")
+NAMED = {"raw": "as trained", "shift": "shifted", "calibrated": "calibrated"}
 
 
 @dataclass(frozen=True)
@@ -365,15 +366,15 @@ def evaluation_modes(seeds: Sequence[int], quick: bool = False) -> Study:
                     ratios.append(errors.Gamma2)
                 if seed == seeds[0]:
                     curve["rounds"] = errors.rounds.tolist()
-                    curve["feasible"][f"{mode}, rate {rate:g}"] = np.isfinite(errors.delta).tolist()
+                    curve["feasible"][f"{NAMED[mode]}, rate {rate:g}"] = np.isfinite(errors.delta).tolist()
         name = f"rate {rate:g}"
         published = rate == PUBLISHED_RATE
         rows += [
             judge(f"{name}, as trained: feasible share", shares["raw"], expected=0.0),
             judge(f"{name}, shifted: feasible share", shares["shift"], expected=0.0 if published else None),
             limited(f"{name}, calibrated: feasible share", shares["calibrated"], low=1.0, expected=1.0),
-            limited(f"{name}, calibrated: largest |lambda - tau / n|", distances["calibrated"], high=1e-8,
-                    expected=0.0),
+            limited(f"{name}, calibrated: largest |lambda - tau / n|", distances["calibrated"] or [np.nan],
+                    high=1e-8, expected=0.0),
         ]  # fmt: skip
         if distances["shift"]:
             rows.append(
