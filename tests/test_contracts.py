@@ -36,6 +36,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "calibrate_gamma": 1,
     },
     "feddrm_separate": {"rounds": 4, "batch_size": 8, "local_steps": 3, "drm_steps": 2},
+    "fedgmm": {
+        "rounds": 3,
+        "pretrain_rounds": 2,
+        "n_gaussians": 2,
+        "n_components": 2,
+        "feature_dim": 2,
+        "batch_size": 8,
+        "lr": 0.05,
+    },
     "scaffold": {"rounds": 4, "batch_size": 8, "lr": 0.05, "momentum": 0.5},
     "fedprox": {"rounds": 4, "batch_size": 8, "lr": 0.05, "straggler_fraction": 0.5},
     "ditto": {"rounds": 4, "batch_size": 8, "lr": 0.05, "split": "sequential", "budget": "halved"},
@@ -44,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
 # Methods of models with an encoder and a head.
-ON_TABLES: set[str] = {"fedspm", "feddrm_separate", "ifca", "fedbabu", "feddrm"}
+ON_TABLES: set[str] = {"fedspm", "feddrm_separate", "ifca", "fedbabu", "fedgmm", "feddrm"}
 
 
 def prepared(name: str) -> tuple[Any, Any, dict[int, Client]]:

@@ -21,6 +21,7 @@ METHODS: dict[str, str] = {
     "ifca": "fedprism.methods.ifca:METHOD",
     "fedbabu": "fedprism.methods.fedbabu:METHOD",
     "fedem": "fedprism.methods.fedem:METHOD",
+    "fedgmm": "fedprism.methods.fedgmm:METHOD",
     "feddrm": "fedprism.methods.feddrm:METHOD",
     "local_only": "fedprism.methods.references:LOCAL_ONLY",
     "centralized": "fedprism.methods.references:CENTRALIZED",
