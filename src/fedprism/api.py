@@ -444,6 +444,8 @@ def _write_records(
     directory.write_text("config.toml", configs.dumps(configs.for_run(experiment, name, seed, cfg)))
     directory.write_json("federation.json", federation.describe())
     directory.write_json("model.json", model.describe())
+    if isinstance(federation, ArrayFederation) and federation.preprocessing is not None:
+        directory.write_json("preprocessing.json", dict(federation.preprocessing))
 
 
 def _summarise(
@@ -516,17 +518,17 @@ def _assigned(log: Mapping[str, Any], n_tasks: int) -> list[list[float]]:
 
 def _check(experiment: Experiment) -> None:
     """Everything about an experiment that can be found wrong before any data are read."""
-    resolved = {name: _resolve(experiment, name) for name in experiment.methods}
-    configs.check_shared_used(
-        experiment.shared, {name: method.config for name, (method, _) in resolved.items()}
-    )
     dataset = experiment.data.dataset
-    for name, (method, _) in resolved.items():
-        if dataset and PUBLIC in method.needs:
+    for name in experiment.methods:
+        if dataset and PUBLIC in get_method(name).needs:
             raise UserError(
                 f"config: method {name} learns from public rows whose task is known, which data.dataset = "
                 f"'{dataset}' does not have; leave it out of method.names, or name tasks of text"
             )
+    resolved = {name: _resolve(experiment, name) for name in experiment.methods}
+    configs.check_shared_used(
+        experiment.shared, {name: method.config for name, (method, _) in resolved.items()}
+    )
     if experiment.model.kind == "encoder" and experiment.model.features != "pooled":
         raise UserError(
             f"config: model.features is '{experiment.model.features}', which the probe alone has; set "
