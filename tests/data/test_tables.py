@@ -11,7 +11,15 @@ import pytest
 
 from fedprism.data.catalogue import ARRAYS
 from fedprism.data.sources import dataset_root
-from fedprism.data.tables import ATTRIBUTES, INPUTS, MAY_MISS, Floats, fill_and_standardise, load_heart
+from fedprism.data.tables import (
+    ATTRIBUTES,
+    INPUTS,
+    MAY_MISS,
+    Floats,
+    load_heart,
+    preprocessing,
+    scalings,
+)
 
 AT = {name: k for k, name in enumerate(ATTRIBUTES)}
 FLAG = {name: INPUTS.index(f"{name} missing") for name in MAY_MISS}
@@ -47,6 +55,12 @@ def test_zeros_that_nobody_measured_are_missing() -> None:
     assert np.isnan(heart.values[switzerland, AT["chol"]]).all()
     assert np.nanmin(heart.values[:, AT["oldpeak"]]) < 0  # zeros and less of other attributes stay
     assert np.array_equal(heart.values[:, AT["sex"]], raw["sex"].to_numpy())
+
+
+def fill_and_standardise(values: list[Floats], trains: list[np.ndarray], **how: str) -> list[Floats]:
+    """Inputs of each client."""
+    each = scalings(values, trains, **how)
+    return [scaling.inputs(v) for scaling, v in zip(each, values, strict=True)]
 
 
 def two_clients() -> tuple[list[Floats], list[np.ndarray]]:
@@ -110,6 +124,28 @@ def test_test_rows_have_no_part_in_the_numbers(imputation: str, statistics: str)
     changed[0][3] = 1000.0
     after = fill_and_standardise(changed, trains, imputation=imputation, statistics=statistics)
     assert np.array_equal(before[0][:3], after[0][:3]) and np.array_equal(before[1], after[1])
+
+
+def test_preprocessing_says_by_hand_what_training_rows_were_and_how_a_new_row_is_turned() -> None:
+    values, trains = two_clients()
+    values[0][3, AT["age"]] = 1000.0  # a test row
+    facts = preprocessing(values, trains, scalings(values, trains, imputation="federated"))
+    assert facts["columns"] == list(ATTRIBUTES) and facts["indicators"] == list(MAY_MISS)
+    assert facts["may_be_empty"] == ["chol"]
+    assert facts["zero_is_missing"] == ["chol", "trestbps", "thal"]
+    # training rows: 1, 2, 3 and 11, 12; chol 1, ?, 3 and none
+    assert facts["ranges"][AT["age"]] == [1, 12] and facts["ranges"][AT["chol"]] == [1, 3]
+    assert facts["codes"]["thal"] == [1, 2, 3, 11, 12] and "age" not in facts["codes"]
+    assert facts["fill"][AT["chol"]] == 2
+    assert facts["mean"][AT["age"]] == pytest.approx(29 / 5)
+    assert facts["deviation"][AT["age"]] == pytest.approx(np.std([1, 2, 3, 11, 12]))
+    for own, fact in (("imputation", "fill"), ("statistics", "mean")):
+        how = {"imputation": "federated", "statistics": "federated", own: "local"}
+        alone = preprocessing(values, trains, scalings(values, trains, **how))
+        assert {name for name in ("fill", "mean") if alone[name] is None} == {fact}
+    values[0][:, AT["chol"]] = np.nan
+    nobody = preprocessing(values, trains, scalings(values, trains, imputation="federated"))
+    assert nobody["ranges"][AT["chol"]] is None and nobody["fill"][AT["chol"]] == 0
 
 
 def test_bad_tables_and_settings_get_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

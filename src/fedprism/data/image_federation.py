@@ -23,7 +23,7 @@ from fedprism.data.arrays import UNKNOWN_COMPONENT, ArrayRows, ImageRows, TableR
 from fedprism.data.federation import CLIENT_SPLITS, fingerprint_rows, rng_for
 from fedprism.data.images import LabelledImages, load_images
 from fedprism.data.partition import Counts, Floats, dirichlet_by_class, dirichlet_components
-from fedprism.data.tables import fill_and_standardise, load_heart
+from fedprism.data.tables import load_heart, preprocessing, scalings
 
 COMPONENTS = 2  # true components of the dual heterogeneity
 PARTITION_ON = ("label", "fine")
@@ -37,8 +37,8 @@ class ArrayFederation:
     dataset: its name. class_names: K. clients: per client its rows as `train`, `validation` (may be empty)
     and `test`. client_names: m. grey: whether the images had one channel. n_components: true components, 1
     where they are unknown. mixtures: `sampled` and `realised` (over all of a client's rows), (m, C) float64.
-    permutations: (m, C, K) int64 of the labels, identity where none were applied. notes: what a reader of
-    results has to know."""
+    permutations: (m, C, K) int64 of the labels, identity where none were applied. preprocessing: of a table,
+    see `tables.preprocessing`; else None. notes: what a reader of results has to know."""
 
     dataset: str
     class_names: tuple[str, ...]
@@ -48,6 +48,7 @@ class ArrayFederation:
     mixtures: Mapping[str, Floats]
     permutations: Tensor
     grey: bool = False
+    preprocessing: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -219,7 +220,7 @@ def build_natural_federation(
     dataset: dermoscopy (4 centres), fed_isic (6; the user's folder) or heart (4 hospitals). Training and
     test rows are those of the data set. validation_fraction: of a client's training rows, drawn at random,
     in [0, 1). size: side of the images in pixels; for dermoscopy see `shifts.resize`. imputation,
-    statistics: for heart, see `tables.fill_and_standardise`. stored: "uint8" or "float16" images. root:
+    statistics: for heart, see `tables.scalings`. stored: "uint8" or "float16" images. root:
     folder with the user's files, None or "" for the shipped ones. seed: >= 0. Raises ValueError or
     FileNotFoundError, one line each, for settings or files that cannot give this."""
     if dataset not in NATURAL:
@@ -228,6 +229,7 @@ def build_natural_federation(
         )
     _check_settings(1, 0.5, validation_fraction, 4, None, seed, size)
     notes: tuple[str, ...] = ()
+    facts: dict[str, Any] | None = None
     inputs: list[Tensor]
     if dataset == "heart":
         table = load_heart(root)
@@ -236,10 +238,10 @@ def build_natural_federation(
             ~table.test[rows] & ~_validation(~table.test[rows], validation_fraction, seed, i)
             for i, rows in enumerate(members)
         ]
-        filled = fill_and_standardise(
-            [table.values[rows] for rows in members], outside, imputation=imputation, statistics=statistics
-        )
-        inputs = [torch.from_numpy(x).float() for x in filled]
+        values = [table.values[rows] for rows in members]
+        each = scalings(values, outside, imputation=imputation, statistics=statistics)
+        inputs = [torch.from_numpy(s.inputs(v)).float() for s, v in zip(each, values, strict=True)]
+        facts = preprocessing(values, outside, each)
         kind: type[ArrayRows] = TableRows
         pool: Any = table
         if "local" in (imputation, statistics):
@@ -267,6 +269,7 @@ def build_natural_federation(
         n_components=1,
         mixtures={"sampled": np.ones((m, 1)), "realised": np.ones((m, 1))},
         permutations=torch.arange(K).expand(m, 1, K),
+        preprocessing=facts,
         notes=notes,
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,7 @@ ATTRIBUTES = (
 COMPLETE = ("age", "sex", "cp")  # never missing
 MAY_MISS = tuple(name for name in ATTRIBUTES if name not in COMPLETE)
 ZERO_IS_MISSING = ("chol", "trestbps", "thal")
+CATEGORICAL = ("sex", "cp", "fbs", "restecg", "exang", "slope", "ca", "thal")  # numbers of the file, few
 INPUTS = (*ATTRIBUTES, *(f"{name} missing" for name in MAY_MISS))
 STATISTICS = ("federated", "local")
 _LEAST_DEVIATION = 1e-6
@@ -105,15 +107,30 @@ def load_heart(root: str | Path | None = None) -> LabelledTable:
     )
 
 
-def fill_and_standardise(
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """What turns a client's values into inputs: fill, mean and deviation, each (13,) float64."""
+
+    fill: Floats
+    mean: Floats
+    deviation: Floats
+
+    def inputs(self, values: Floats) -> Floats:
+        """(n, 23) float64: 13 standardised attributes and 10 indicators of missing values, from (n, 13)
+        values, NaN where missing."""
+        may_miss = [ATTRIBUTES.index(name) for name in MAY_MISS]
+        filled = np.where(np.isnan(values), self.fill, values)
+        return np.concatenate([(filled - self.mean) / self.deviation, np.isnan(values[:, may_miss])], axis=1)
+
+
+def scalings(
     values: Sequence[Floats],
     trains: Sequence[NDArray[np.bool_]],
     *,
     imputation: str = "local",
     statistics: str = "federated",
-) -> list[Floats]:
-    """Inputs of each client: 13 standardised attributes and 10 indicators of missing values, (n_i, 23)
-    float64.
+) -> list[Scaling]:
+    """How each client's missing values are filled and its columns scaled.
 
     values: per client (n_i, 13), NaN where missing. trains: per client (n_i,) bool; every number here comes
     from training rows. imputation: "local" fills with the client's median; "federated" with the mean of the
@@ -140,15 +157,42 @@ def fill_and_standardise(
         if imputation == "local"
         else np.tile(shared, (len(values), 1))
     )
-    filled = [np.where(np.isnan(v), fill[i], v) for i, v in enumerate(values)]
-    moments = [_moments(x[train]) for x, train in zip(filled, trains, strict=True)]
-    whole = _moments(np.concatenate([x[train] for x, train in zip(filled, trains, strict=True)]))
-    may_miss = [ATTRIBUTES.index(name) for name in MAY_MISS]
-    inputs = []
-    for v, x, own in zip(values, filled, moments, strict=True):
-        mean, deviation = own if statistics == "local" else whole
-        inputs.append(np.concatenate([(x - mean) / deviation, np.isnan(v[:, may_miss])], axis=1))
-    return inputs
+    filled = [
+        np.where(np.isnan(v[t]), fill[i], v[t]) for i, (v, t) in enumerate(zip(values, trains, strict=True))
+    ]
+    whole = _moments(np.concatenate(filled))
+    return [
+        Scaling(fill[i], *(_moments(x) if statistics == "local" else whole)) for i, x in enumerate(filled)
+    ]
+
+
+def preprocessing(
+    values: Sequence[Floats], trains: Sequence[NDArray[np.bool_]], each: Sequence[Scaling]
+) -> dict[str, Any]:
+    """JSON-ready: all that turns a new row into inputs, and what training rows looked like.
+
+    values, trains: as for `scalings`, which gave `each`. Returns "columns" (names, in order), "fill", "mean"
+    and "deviation" (a number per column; None where clients have numbers of their own, which say nothing
+    about a row whose client is unknown), "indicators" (columns that get one, in order), "zero_is_missing",
+    "may_be_empty" (columns with missing values in training), "ranges" (per column [smallest, largest] of all
+    clients' training rows, None: nobody observed it) and "codes" (categorical column -> the values there)."""
+    rows = np.concatenate([v[train] for v, train in zip(values, trains, strict=True)])
+    columns = {name: rows[:, k][~np.isnan(rows[:, k])] for k, name in enumerate(ATTRIBUTES)}
+    shared: dict[str, Any] = {}
+    for fact in ("fill", "mean", "deviation"):
+        first, *others = (getattr(scaling, fact) for scaling in each)
+        shared[fact] = first.tolist() if all(np.array_equal(first, other) for other in others) else None
+    return {
+        "columns": list(ATTRIBUTES),
+        **shared,
+        "indicators": list(MAY_MISS),
+        "zero_is_missing": list(ZERO_IS_MISSING),
+        "may_be_empty": [name for name, seen in columns.items() if len(seen) < len(rows)],
+        "ranges": [
+            [float(seen.min()), float(seen.max())] if len(seen) else None for seen in columns.values()
+        ],
+        "codes": {name: np.unique(columns[name]).tolist() for name in CATEGORICAL},
+    }
 
 
 def _moments(x: Floats) -> tuple[Floats, Floats]:
