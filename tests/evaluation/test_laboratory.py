@@ -174,6 +174,86 @@ def test_a_panel_of_a_single_point_is_not_drawn(cells: list[dict[str, Any]]) -> 
     assert laboratory.beyond_figure(cells) is None
 
 
+def runs(rounds: list[int], *each: tuple[list[float], list[float]]) -> list[dict[str, Any]]:
+    return [{"rounds": rounds, "J": J, "routing": routing} for J, routing in each]
+
+
+GROUND = {
+    "bayes": {"J": 1.05, "routing": 0.765},
+    "settings": {
+        "one": {
+            "name": "C = 1",
+            "runs": runs(
+                [0, 5, 10], ([3.0, 1.2, 1.1], [0.2, 0.7, 0.74]), ([3.0, 1.4, 1.3], [0.2, 0.6, 0.72])
+            ),
+        },
+        "published": {
+            "name": "slow",
+            "runs": runs([0, 20], ([3.0, 1.2], [0.2, 0.7]), ([3.0, 2.2], [0.2, 0.8])),
+        },
+    },
+}
+SERIES = {"rounds": [1, 2], "gradient": [0.4, 0.1], "delta": [0.0, 1e-4], "epsilon": [1e-5, 0.0]}
+BRIDGE = {"rates": {rate: dict.fromkeys(("0", "0.95"), SERIES) for rate in ("0.01", "0.05")}}
+
+
+def test_the_ground_truth_figure_has_means_and_ranges_without_the_start_and_the_truth() -> None:
+    left, right = laboratory.ground_truth_figure(GROUND).axes
+    drawn = lines_of(left)
+    assert drawn["C = 1"] == ([5, 10], pytest.approx([1.3, 1.2]))
+    assert drawn["the truth"][1] == [1.05, 1.05]
+    assert drawn["slow, each seed"] == ([20], [1.2])
+    assert (
+        sum(label.endswith("slow, each seed") for label in drawn) == 2
+    )  # the second has no place in the legend
+    band = left.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((1.1, 1.4))
+    assert lines_of(right)["C = 1"][1] == pytest.approx([0.65, 0.73])
+
+
+def test_the_bridge_figure_has_a_row_per_rate_and_a_line_per_momentum() -> None:
+    axes = laboratory.bridge_figure(BRIDGE).axes
+    assert [ax.get_title() for ax in axes[:3]] == [
+        "running mean of |grad F|², rate 0.01", "sum of δ over √t, rate 0.01", "running mean of ε, rate 0.01"
+    ]  # fmt: skip
+    assert len(axes) == 6 and axes[3].get_title().endswith("rate 0.05")
+    assert lines_of(axes[4]) == {"μ = 0": ([1, 2], [0.0, 1e-4]), "μ = 0.95": ([1, 2], [0.0, 1e-4])}
+    assert [ax.get_yscale() for ax in axes[:3]] == ["log", "linear", "linear"]
+
+
+def test_the_feasible_figure_marks_every_round_and_names_the_share() -> None:
+    curve = {
+        "rounds": [1, 11, 21, 31],
+        "feasible": {"shifted": [False, True, True, True], "raw": [False] * 4},
+    }
+    (ax,) = laboratory.feasible_figure(curve).axes
+    assert [text.get_text() for text in ax.texts] == ["75%", "0%"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["shifted", "raw"]
+    marks = [(line.get_marker(), list(line.get_xdata()), set(line.get_ydata())) for line in ax.lines]
+    assert ("o", [11, 21, 31], {0}) in marks and ("x", [1], {0}) in marks
+    assert ("x", [1, 11, 21, 31], {1}) in marks
+
+
+def test_a_laboratory_without_a_last_part_has_two_tables_and_its_own_figures(tmp_path: Path) -> None:
+    other = {
+        "checks": RESULT["checks"],
+        "tables": RESULT["tables"],
+        "curves": {"bridge_errors_by_momentum": BRIDGE},
+    }
+    lines = printed(other)
+    assert lines[0].startswith("Checks: ratio at most 1")
+    assert printed(RESULT)[0].startswith("Bounds: ")
+    assert not any(line.startswith("Beyond") for line in lines)
+    made = laboratory.save_figures(other, tmp_path)
+    assert [path.name for path in made] == [f"bridge_errors_by_momentum.{kind}" for kind in ("png", "svg")]
+
+
+def test_small_numbers_are_not_printed_as_nothing() -> None:
+    one = {"id": "T1", "title": "t", "rows": [row("a", ours=1.8e-11, sd=0.0, expected=0.0)]}
+    (line,) = [line for line in printed({**RESULT, "tables": [one]}) if line.lstrip().startswith("a ")]
+    assert line.split()[1:5] == ["0.8000", "0.0000", "1.8e-11", "0.0000"]
+
+
 def test_figures_are_saved_twice_each_and_repeat_to_the_byte(tmp_path: Path) -> None:
     curves = {"uniform_routing_cost": RESULT["curves"]["uniform_routing_cost"]}
     made = laboratory.save_figures({"curves": curves, "beyond": RESULT["beyond"]}, tmp_path / "a" / "b")

@@ -248,6 +248,42 @@ def test_gamma2_is_the_quantile_of_the_ratios_and_delta_compares_both_falls() ->
     assert found.rounds.tolist() == [1, 2]
 
 
+def test_a_surrogate_as_trained_makes_the_errors_those_of_gamma() -> None:
+    """Where gamma is calibrated the exact objective is the surrogate plus a constant, so delta is what the
+    surrogate at the trained tables lost less, or fell more, than at the calibrated ones."""
+    p = rows(n=60)
+    trained = [Tables(p["gamma"], p["xi"]), Tables(p["gamma"] + 0.2 * p["lam"], p["xi"] * 1.1)]
+
+    def f(tables: Tables) -> float:
+        return -exact.surrogate(tables.tilts(p["h"]), p["owner"], p["w"], p["tau"]) / 60
+
+    def slope(tables: Tables) -> float:
+        pull = exact.surrogate_pull(tables.tilts(p["h"]), p["owner"], p["w"], p["tau"])
+        return exact.gradient(pull, tables, p["h"]).squared_norm(60)
+
+    right = [exact.calibrate(tables, p["h"], p["tau"])[0] for tables in trained]
+    gaps = [f(a) - f(b) for a, b in zip(trained, right, strict=True)]
+    assert min(gaps) > 1e-4
+    for start, end in ((0, 1), (1, 0)):
+        one = exact.Round(0, trained[start], trained[end], p["w"], p["tau"], p["pi"], p["labels"])
+        found = exact.bridge_errors([one], p["h"], p["owner"], as_trained=True)
+        assert found.delta == pytest.approx([max(0.0, gaps[start] - gaps[end])], abs=1e-9)
+        assert found.Gamma2 == pytest.approx(slope(right[start]) / slope(trained[start]), rel=1e-5)
+        plain = exact.bridge_errors([one], p["h"], p["owner"])
+        assert plain.delta == pytest.approx([0.0], abs=1e-10)  # by construction
+        assert plain.profile.tolist() == found.profile.tolist()
+
+
+def test_scipy_calls_success_what_is_no_distribution() -> None:
+    """Ratios 2 and 3: no distribution has mean ratio 1. The root -3/4 has denominators 1/4 and -1/2."""
+    T = one_pair(2.0, 3.0)
+    multipliers, success, used = exact.ask_scipy(T, np.full((1, 1), -0.72), "hybr")
+    assert success and used > 0
+    assert multipliers == pytest.approx(np.array([[-0.75]]))
+    assert isinstance(exact.solve_with_scipy(T, np.full((1, 1), -0.72), "hybr"), exact.Infeasible)
+    assert exact.ask_scipy(T, np.full((1, 1), 0.5), "trf")[1]
+
+
 def test_infeasible_rounds_are_marked_and_no_rounds_refused() -> None:
     p = rows(n=40)
     high = Tables(p["gamma"] + 30, p["xi"])
