@@ -82,7 +82,7 @@ class Config(FederatedTraining):
     feature_dim: Count = 32  # features the Gaussians see; the routing encoder's width where that is smaller
     pretrain_rounds: CountOrZero = 20  # rounds that train the features, before `rounds`; 0 = random features
     pretrain_lr: NonNegative = 0.0  # their learning rate; 0 = lr
-    # First Sigma_a = this times I, in squared standard deviations. The authors' value is for features that are
+    # First Sigma_a = this times I, in squared standard deviations. The authors set it for features that are
     # not standardised: it blurs the first ten rounds or so, where 1 starts from the first means as they are.
     initial_covariance: Positive = 100.0
     covariance_floor: Positive = 0.1  # epsilon, added to every merged covariance's diagonal
