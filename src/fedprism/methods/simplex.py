@@ -120,24 +120,55 @@ def sinkhorn(omega: Tensor, owner: Sequence[int], iterations: int = 20) -> Tenso
     return omega
 
 
-def project_transport(omega: Tensor, group: Tensor, *, sweeps: int = 500, tolerance: float = 1e-12) -> Tensor:
-    """Euclidean projection onto {Omega >= 0, rows sum to 1, every client's total is M / N}, by Dykstra.
+def _made_feasible(omega: Tensor, group: Tensor) -> Tensor:
+    """A point of the transport polytope near `omega` (M, P) >= 0, in closed form, exact up to rounding.
 
-    omega: (M, P). group: (N, P) of 0 and 1, which client owns a column. Returns float64, both constraints
-    within about `tolerance`^(1/2) when `sweeps` suffice."""
-    omega = omega.double()
-    target = omega.shape[0] / group.shape[0]
-    entries = omega.shape[0] * group.sum(1)  # entries of each client's group
-    x, p = omega, torch.zeros_like(omega)
-    for _ in range(sweeps):
-        y = project_simplex(x + p)
-        p = x + p - y
-        shortfall = (target - group @ y.sum(0)) / entries  # affine set: no Dykstra correction needed
-        x_next = y + shortfall @ group
-        if float((x_next - y).abs().max()) < tolerance:
-            return y
-        x = x_next
-    return project_simplex(x + p)
+    Rows and then clients above their target are scaled down to it; what rows and clients then lack, equal in
+    total, comes back as a product of the two, shared evenly among a client's columns. Source: Altschuler,
+    Weed & Rigollet (2017), Algorithm 2. group: (N, P) of 0 and 1."""
+    share = omega.shape[0] / len(group)
+    omega = omega / omega.sum(1, keepdim=True).clamp_min(1.0)
+    omega = omega * (share / (group @ omega.sum(0)).clamp_min(share) @ group)
+    rows, clients = 1.0 - omega.sum(1), share - group @ omega.sum(0)  # both >= 0
+    columns = (clients / group.sum(1)) @ group
+    return omega + rows.clamp_min(0.0)[:, None] * (columns.clamp_min(0.0) / rows.sum().clamp_min(1e-300))
+
+
+def project_transport(omega: Tensor, group: Tensor, *, steps: int = 100) -> Tensor:
+    """Euclidean projection onto {Omega >= 0, rows sum to 1, every client's total is M / N}.
+
+    The projection is max(Omega + r_m + c_i, 0) with one multiplier per row and client, the maximum of a
+    concave, piecewise quadratic dual: Newton's method with backtracking, at most `steps` of them. Whatever it
+    reached is then made feasible, so the constraints always hold up to rounding. omega: (M, P). group: (N, P)
+    of 0 and 1, which client owns a column. Returns float64 (M, P)."""
+    omega, group = omega.double(), group.double()
+    M, N = len(omega), len(group)
+    target = torch.cat([omega.new_ones(M), omega.new_full((N,), M / N)])
+    omega = omega - omega.mean(1, keepdim=True)  # a constant per row changes nothing but the size of numbers
+    ridge = 1e-9 * torch.eye(M + N, dtype=torch.float64)  # rows up and clients down by one number: no change
+
+    def primal(multipliers: Tensor) -> Tensor:
+        return (omega + multipliers[:M, None] + multipliers[M:] @ group).clamp_min(0.0)
+
+    multipliers = target.new_zeros(M + N)
+    multipliers[:M] = 1.0 / omega.shape[1]
+    x = primal(multipliers)
+    for _ in range(steps):
+        missing = target - torch.cat([x.sum(1), group @ x.sum(0)])  # the dual's gradient
+        if float(missing.abs().max()) <= 1e-14 * max(1.0, float(omega.abs().max())):
+            break
+        used = (x > 0).double() @ group.T  # (M, N) positive entries of a row in a client's columns
+        hessian = ridge + torch.cat([used.sum(1), used.sum(0)]).diag()
+        hessian[:M, M:], hessian[M:, :M] = used, used.T
+        change, following = torch.linalg.solve(hessian, missing), x
+        while float(change.abs().max()) > 1e-15:  # backtrack until the dual rises enough
+            following, slope = primal(multipliers + change), float(missing @ change)
+            rise = float(target @ change - 0.5 * ((following - x) * (following + x)).sum())
+            if rise >= 1e-4 * slope:
+                break
+            change = change / 2.0
+        multipliers, x = multipliers + change, following
+    return _made_feasible(x, group)
 
 
 def balanced_quadratic(
@@ -146,11 +177,17 @@ def balanced_quadratic(
     """Exact balanced program for quadratic losses: minimise sum_m w_m'G_m w_m - 2 b_m'w_m over the transport
     polytope, by accelerated projected gradient with `project_transport`.
 
-    G: (M, P, P) positive semidefinite. b: (M, P). owner: client of each column. Returns Omega (M, P)."""
+    Rows sum to 1, so only differences between uploads count: G and b are centred first, without which
+    uploads that nearly coincide leave steps too short to move. G: (M, P, P) positive semidefinite. b: (M, P).
+    owner: client of each column. Returns Omega (M, P), feasible up to rounding whatever `limit` is."""
     G, b = G.double(), b.double()
     owner_index = torch.as_tensor(list(owner))
     group = (owner_index[None, :] == owner_index.unique()[:, None]).double()
-    step = 1.0 / (2.0 * float(torch.linalg.eigvalsh(G)[:, -1].max()))
+    b = b - G.mean(-1)  # with w = 1/P + u, sum u = 0: u'Gu - 2 (b - G 1/P)'u and a constant
+    floor = 1e-12 * float(torch.linalg.eigvalsh(G)[:, -1].max())  # below it centring leaves rounding alone
+    b, G = b - b.mean(-1, keepdim=True), G - G.mean(-1, keepdim=True)
+    G = G - G.mean(-2, keepdim=True)
+    step = 1.0 / (2.0 * max(float(torch.linalg.eigvalsh(G)[:, -1].max()), floor, 1e-300))
     omega = sinkhorn(torch.ones(b.shape), owner)
     y, t = omega, 1.0
     for _ in range(limit):
