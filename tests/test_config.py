@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,9 @@ from annotated_types import Ge, Gt, Le
 
 from fedprism import config
 from fedprism.config import UserError
+from fedprism.data.catalogue import ARRAYS
+from fedprism.data.image_federation import NATURAL
+from fedprism.models.vision import BACKBONES
 
 MINIMAL = """
 name = "demo"
@@ -300,3 +303,151 @@ def test_random_features_have_their_settings(tmp_path: Path) -> None:
     assert "model.features is 'rf', must be one of pooled, rff" in complaint(tmp_path, "model.features=rf")
     assert "model.rff_features is 0, must be >= 1" in complaint(tmp_path, "model.rff_features=0")
     assert "model.rff_scale is 0, must be >= 0.001" in complaint(tmp_path, "model.rff_scale=0")
+
+
+# ---- images and tables ---------------------------------------------------------------------------
+
+ARRAY = MINIMAL.replace('tasks = ["sst2", "cola"]', 'dataset = "{}"')
+
+
+def test_a_config_may_name_every_data_set_of_arrays_and_every_backbone_that_there_is() -> None:
+    assert {*config.IMAGES, *config.TABLES} == set(ARRAYS)
+    assert set(config.CENTRED) == set(NATURAL)
+    assert set(config.VISION_BACKBONES) == set(BACKBONES)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "partition", "clients", "kind", "backbone"),
+    [
+        ("fashion_mnist", "dirichlet", 8, "vision", "resnet_narrow"),
+        ("dermoscopy", "natural", 12, "vision", "resnet_narrow"),
+        ("heart", "natural", 12, "mlp", "minilm"),
+    ],
+)
+def test_a_data_set_brings_defaults_of_its_kind(
+    tmp_path: Path, dataset: str, partition: str, clients: int, kind: str, backbone: str
+) -> None:
+    experiment = load(tmp_path, text=ARRAY.format(dataset))
+    data, model = experiment.data, experiment.model
+    assert (data.partition, data.clients) == (partition, clients)
+    assert (model.kind, model.backbone, model.precision) == (kind, backbone, "fp32")
+    assert (data.imputation, data.statistics) == ("federated", "federated")
+    config.dump(experiment, tmp_path / "again.toml")
+    assert config.load(tmp_path / "again.toml") == experiment
+
+
+def test_centres_may_be_pooled_and_drawn_anew(tmp_path: Path) -> None:
+    experiment = load(tmp_path, "data.partition=dirichlet", text=ARRAY.format("dermoscopy"))
+    assert (experiment.data.partition, experiment.data.clients) == ("dirichlet", 8)
+
+
+def test_a_config_of_text_is_written_as_it_always_was(tmp_path: Path) -> None:
+    written = config.as_dict(load(tmp_path))
+    assert list(written["data"]) == [
+        "tasks", "public_only", "clients", "partition", "alpha", "threshold", "mixtures", "train_per_task",
+        "public_per_task", "validation_per_client", "test_per_client", "min_examples", "root",
+    ]  # fmt: skip
+    assert list(written["model"]) == [
+        "kind", "backbone", "rank", "lora_alpha", "dropout", "projection_bias", "router_per", "pool",
+        "head_scale", "max_length", "precision", "features", "rff_features", "rff_scale", "cache_dir",
+    ]  # fmt: skip
+
+
+def test_every_key_is_read_by_some_kind_of_data_or_model() -> None:
+    sets: dict[str, Any] = {"": "pure", "cifar10": "dirichlet", "dermoscopy": "natural", "heart": "natural"}
+    made = [config.DataConfig(dataset=name, partition=kind) for name, kind in sets.items()]
+    read = {key for data in made for key in config.data_keys(data)}
+    assert read == {f.name for f in fields(config.DataConfig)}
+    kinds: list[Any] = ["encoder", "probe", "vision", "mlp"]
+    read = {key for kind in kinds for key in config.model_keys(config.ModelConfig(kind))}
+    assert read == {f.name for f in fields(config.ModelConfig)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "overrides", "parts"),
+    [
+        ("fashion_mnist", ["data.tasks=[sst2]"], ["data.tasks and data.dataset are both given"]),
+        ("fashion_mist", [], ["data.dataset has unknown 'fashion_mist'", "did you mean fashion_mnist?"]),
+        ("", [], ["data.tasks is missing; name tasks of text there, or images or a table as data.dataset"]),
+        (
+            "heart",
+            ["data.partition=dirichlet"],
+            ["data.partition is 'dirichlet'", "'heart' it must be natural"],
+        ),
+        (
+            "cifar10",
+            ["data.partition=natural"],
+            ["data.partition is 'natural'", "'cifar10' it must be dirichlet"],
+        ),
+        (
+            "dermoscopy",
+            ["data.partition=pure"],
+            ["it must be dirichlet or natural; correct it or leave it out"],
+        ),
+        (
+            "heart",
+            ["data.alpha=0.1", "data.image_size=32"],
+            [
+                "data.alpha, data.image_size are set, which data.dataset = 'heart'",
+                "never reads; leave them out",
+            ],
+        ),
+        (
+            "dermoscopy",
+            ["data.tint=0.1"],
+            ["data.tint is set, which data.dataset = 'dermoscopy' with partition = 'natural' never reads"],
+        ),
+        ("fashion_mnist", ["data.imputation=local"], ["data.imputation is set, which data.dataset = 'fash"]),
+        ("fashion_mnist", ["data.train_fraction=1"], ["data.train_fraction is 1, must be < 1"]),
+        ("fashion_mnist", ["data.image_size=7"], ["data.image_size is 7, must be >= 8"]),
+        (
+            "fashion_mnist",
+            ["data.stored=float32"],
+            ["data.stored is 'float32', must be one of uint8, float16"],
+        ),
+        (
+            "fashion_mnist",
+            ["model.kind=mlp"],
+            ["model.kind is 'mlp', the clients hold images", "needs 'vision'"],
+        ),
+        ("fashion_mnist", ["model.kind=encoder"], ["model.kind is 'encoder'", "needs 'vision'"]),
+        ("heart", ["model.kind=vision"], ["model.kind is 'vision', the clients hold a table", "needs 'mlp'"]),
+        ("heart", ["model.backbone=lenet"], ["model.backbone is set, which model.kind = 'mlp' never reads"]),
+        ("heart", ["model.rank=2"], ["model.rank is set, which model.kind = 'mlp' never reads"]),
+        ("heart", ["model.hidden=[]"], ["model.hidden is [], must be a list of at least 1"]),
+        ("heart", ["model.hidden=[8,0]"], ["model.hidden[1] is 0, must be >= 1"]),
+        ("cifar10", ["model.backbone=resnet81"], ["model.backbone has unknown 'resnet81'", "mean resnet18"]),
+        ("cifar10", ["model.router_backbone=lenets"], ["model.router_backbone has unknown", "mean lenet"]),
+        ("cifar10", ["model.max_length=64"], ["model.max_length is set, which model.kind = 'vision' never"]),
+    ],
+)
+def test_mistakes_about_images_and_tables_are_answered_in_one_line(
+    tmp_path: Path, dataset: str, overrides: list[str], parts: list[str]
+) -> None:
+    message = complaint(tmp_path, *overrides, text=ARRAY.format(dataset))
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.image_size=32", "data.image_size is set, which data.tasks never reads; leave it out"),
+        (
+            "data.partition=natural",
+            "data.partition is 'natural', with data.tasks it must be dirichlet or pure or",
+        ),
+        ("data.tasks=[heart]", "data.tasks has 'heart', which is no text; set data.dataset = 'heart'"),
+        (
+            "model.kind=vision",
+            "model.kind is 'vision', the clients hold text (data.tasks), which needs 'encoder'",
+        ),
+        ("model.kind=mlp", "model.kind is 'mlp', the clients hold text"),
+        ("model.width=8", "model.width is set, which model.kind = 'encoder' never reads; leave it out"),
+    ],
+)
+def test_text_refuses_what_images_and_tables_have(tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in complaint(tmp_path, override)
+    assert load(tmp_path, "data.tasks=[heart]", "data.root=mine").data.tasks == (
+        "heart",
+    )  # a task of one's own
