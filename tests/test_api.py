@@ -640,6 +640,38 @@ def test_a_probe_on_random_features_resumes_as_if_never_stopped(
     assert expected["summary.json"]["covariance_dispersion"]["dimension"] == 12
 
 
+def test_a_summary_says_for_every_expert_which_hull_was_taken(
+    tiny: Tiny, tmp_path: Path, no_report: None
+) -> None:
+    own = {"init_epochs": 1, "extract_steps": 4, "hull": "affine", "hull_steps": 2, "experts": 2}
+    changes = {"model__kind": "probe", "model__cache_dir": str(tmp_path / "cache"), "method__rounds": 2}
+    experiment = tiny.experiment("fedsee", method__fedsee=own, **changes)
+    (run,) = api.run_experiment(experiment, tmp_path / "out")["runs"]
+    taken = lines_of(tmp_path / "out/fedsee/seed-3")[-1]["log"]["hull"]
+    assert all(word.startswith("affine ") for word in taken)
+    assert run["hull"] == {"fruit": taken[0], "metal": taken[1]}
+
+
+def test_a_summary_of_convex_experts_says_nothing_of_hulls(whole: Whole) -> None:
+    assert not any("hull" in run for run in whole[1]["runs"])
+
+
+@pytest.mark.parametrize(
+    ("mixtures", "expected"),
+    [
+        ([[1, 0, 0]] * 3, "got 3 mixtures, needs one row of 3 shares for each of the 4 clients"),
+        ([[1, 0, 0]] * 3 + [[0.5, 0.5]], r"client 3 got 2 shares, needs 3 .*; correct data.mixtures\[3\]"),
+        ([[1, 0, 0]] * 3 + [[0.5, 0.4, 0]], r"client 3 got shares that sum to 0.9, needs 3"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_any_work(
+    mixtures: list[list[float]], expected: str, tiny: Tiny, tmp_path: Path, no_work: None
+) -> None:
+    experiment = tiny.experiment("fedit", data__partition="given", data__mixtures=mixtures)
+    with pytest.raises(UserError, match=expected):
+        api.run_experiment(experiment, tmp_path / "out")
+
+
 def test_a_probe_s_summary_has_the_dispersion_of_the_tasks(
     tiny: Tiny, tmp_path: Path, no_report: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from fedprism.data.image_federation import (
     build_natural_federation,
     preview,
 )
+from fedprism.data.partition import given_mixtures
 from fedprism.engines.inprocess import InProcess
 from fedprism.evaluation.measure import (
     answer_phase,
@@ -498,6 +499,8 @@ def _summarise(
     tables = [line["log"]["public_losses"] for line in lines if line["log"].get("public_losses")]
     if tables:
         summary["public_losses"] = tables[-1]
+    if chosen["log"].get("hull"):
+        summary["hull"] = dict(zip(federation.tasks, chosen["log"]["hull"], strict=False))  # experts <= tasks
     if "usage" in chosen["evaluation"]["test"]:
         summary["usage"] = chosen["evaluation"]["test"]["usage"]
     warnings = [line["log"]["warning"] for line in lines if "warning" in line["log"]]
@@ -518,7 +521,12 @@ def _assigned(log: Mapping[str, Any], n_tasks: int) -> list[list[float]]:
 
 def _check(experiment: Experiment) -> None:
     """Everything about an experiment that can be found wrong before any data are read."""
-    dataset = experiment.data.dataset
+    dataset, d = experiment.data.dataset, experiment.data
+    if d.partition == "given":
+        try:
+            given_mixtures(d.mixtures, d.clients, len(d.tasks))
+        except ValueError as fault:
+            raise UserError(str(fault)) from fault
     for name in experiment.methods:
         if dataset and PUBLIC in get_method(name).needs:
             raise UserError(

@@ -384,3 +384,28 @@ def test_the_page_shows_a_dispersion_once_per_federation(tmp_path: Path) -> None
 
 def test_a_page_without_a_probe_says_nothing_of_dispersion(html: str) -> None:
     assert "dispersion" not in html
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_page_says_which_hull_was_taken_for_every_task(tmp_path: Path) -> None:
+    folder = synthetic.write_experiment(tmp_path / "x", ("fedsee", "fedit"), (42, 43), rounds=2)
+    taken = {
+        42: {"sst2": "convex", "qnli": "affine 10", "cola": "posterior 100, 0.1"},
+        43: {"sst2": "affine 1", "qnli": "convex"},  # two experts for three tasks
+    }
+    for seed, words in taken.items():
+        run = folder / "fedsee" / f"seed-{seed}"
+        summary = json.loads((run / "summary.json").read_text())
+        synthetic.write_json(run / "summary.json", {**summary, "hull": words})
+    page = Page(reports.write_report([folder], tmp_path / "r.html").read_text(encoding="utf-8"))
+    rows = next(t for t in page.tables if any(text.startswith("posterior") for row in t for text, _ in row))
+    assert [[text for text, _ in row] for row in rows] == [
+        ["method", "seed", "sst2", "qnli", "cola"],
+        ["fedsee", "42", "convex", "affine 10", "posterior 100, 0.1"],
+        ["fedsee", "43", "affine 1", "convex", "–"],
+    ]
+    assert "hulls" in page.ids and "#hulls" in page.addresses
+
+
+def test_a_page_of_convex_experts_says_nothing_of_hulls(html: str) -> None:
+    assert "Where the experts lie" not in html

@@ -142,6 +142,7 @@ below: <a href="#incomplete">how far {{ "they" if n_incomplete != 1 else "it" }}
 {{ link(client_tables, "clients", "Accuracy per client") }}
 {{ link(mixture, "mixtures", "Estimated mixtures") }}
 {{ link("public_losses" in pictures, "losses", "Table of public losses") }}
+{{ link(hulls, "hulls", "Where the experts lie") }}
 {{ link("expert_usage" in pictures, "usage", "Expert usage") }}
 {{ link(geometry, "geometry", "Geometry") }}
 {{ link(costs, "costs", "Communication and time") }}
@@ -271,6 +272,19 @@ Mean over seeds.
 {% endif %}
 </p>
 {{ picture("public_losses", "Public loss of each expert on each task") }}
+</section>
+{% endif %}
+
+{% if hulls %}
+<section id="hulls">
+<h2>Where the experts lie</h2>
+<p class="how"><b>How to read this.</b> These runs let experts leave the convex hull of the clients' uploads:
+several candidates were fitted per task, and the one with the least loss on public rows held out for that was
+taken, in the round reported. <b>convex</b>: inside the hull, weights ≥ 0 with sum 1. <b>affine</b> t²:
+weights with sum 1 that may be negative, held near the uploads' mean by a prior of that variance; a large
+number hardly holds. <b>posterior</b> t², v²: the better of these two, moved by the public rows in every
+direction, under a prior of variance v² in units of the uploads' variance.</p>
+{{ grid(hulls) }}
 </section>
 {% endif %}
 

@@ -764,6 +764,17 @@ def _federations(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
+def _hulls(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The table of where each task's expert lies, one row per run; None when none may leave the hull."""
+    free = [run for run in runs if run.get("hull")]
+    tasks = list(dict.fromkeys(task for run in free for task in run["hull"]))
+    rows = [
+        [metrics.label_of(run), run["seed"], *(run["hull"].get(task, "–") for task in tasks)] for run in free
+    ]
+    kinds = {0: "name", **{2 + k: "text" for k in range(len(tasks))}}
+    return _grid(["method", "seed", *tasks], rows, kinds) if rows else None
+
+
 def _dispersions(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The table of covariance dispersions, one row per distinct one (methods of a seed share theirs); None
     when no run has one."""
@@ -931,6 +942,7 @@ def write_report(
         published=_published(targets, experiment, entries, runs, compared) if targets else None,
         federations=federations,
         dispersions=_dispersions(runs),
+        hulls=_hulls(runs),
         notes=[(metrics.label_of(run), run["seed"], note) for run in runs for note in run.get("notes", [])],
         config=experiment["config"] or next((run["config"] for run in everything if run.get("config")), ""),
         model=next((json.dumps(run["model"], indent=2) for run in runs if run.get("model")), ""),
