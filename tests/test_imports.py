@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "evaluation.previews": ["evaluation.plots"],
     "evaluation.geometry_plots": ["storage", "evaluation.metrics", "evaluation.plots"],
     "theory": ["theory.*", "trees", "methods.*", "models.interface"],
+    "serving": ["serving.*", "storage", "models.*", "methods.registry", "config", "protocol"],
     "config": ["trees"],
     "storage": ["trees"],
     "api": ["*"],

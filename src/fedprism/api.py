@@ -46,7 +46,7 @@ from fedprism.evaluation.metrics import (
 )
 from fedprism.methods.registry import METHODS, get_method
 from fedprism.protocol import POOLED, PUBLIC, Ask, Body, Client, Facts, Method, participant_name
-from fedprism.storage import MARKER, RunDirectory, versions, write_json
+from fedprism.storage import MARKER, RunDirectory, versions, write_json, write_text
 
 AnyFederation = Federation | ArrayFederation
 SHORT_NAMES = 6  # more labels or tasks than these stand in tables as numbers
@@ -740,6 +740,37 @@ def load_summary(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is missing; finish the run with: fedprism resume {directory}")
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return summary
+
+
+def route(run: Path, source: Path) -> dict[str, Any]:
+    """The answers of a finished run to the rows of a CSV file (`serving.route.as_record`).
+
+    run: directory of one run. source: see `serving.rows.read_csv`. Raises FileNotFoundError or ValueError, in
+    one line, for a run that can't route or a file that can't be used."""
+    from fedprism.serving.load import load
+    from fedprism.serving.route import as_record
+    from fedprism.serving.rows import read_csv
+
+    router = load(run)
+    return as_record(router, router.answer(read_csv(source, router.preparation.columns)))
+
+
+def routes_as_rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The answers of `route` as rows of a table on a screen, fractions with three digits."""
+    from fedprism.serving.route import as_rows
+
+    return as_rows(record, digits=3)
+
+
+def write_routes(record: Mapping[str, Any], path: Path, *, as_json: bool = False) -> None:
+    """Write the answers of `route`, whole or not at all: as JSON, which has the refused rows too, where
+    `as_json` or the path's .json says so; else as CSV, which needs at least one answer."""
+    from fedprism.serving.route import as_csv
+
+    if as_json or path.suffix == ".json":
+        write_json(path, record)
+    else:
+        write_text(path, as_csv(record))
 
 
 # ---- laboratories --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ its traceback.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 FAILED, MISTAKE, ENVIRONMENT, INTERRUPTED = 1, 2, 5, 130
+SHOWN_REFUSALS = 20  # rows whose refusal `route` tells one by one
 EXTRAS = {
     "transformers": "text",
     "tokenizers": "text",
@@ -142,6 +144,53 @@ def report(
         from fedprism import api
 
         typer.echo(f"report: {api.write_report(directories, out)}")
+
+
+@app.command()
+def route(
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A finished run of a method with a router: .../seed-<seed>.")
+    ],
+    source: Annotated[
+        Path, typer.Option("--input", metavar="FILE", help="CSV file, a row per question, columns by name.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the answers there, as CSV or JSON.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Answers as JSON; a FILE that ends in .json gets it anyway.")
+    ] = False,
+) -> None:
+    """Send rows to the client they resemble most: who answers, how sure that is, and the answer.
+
+    Exit status 0 if a row was answered, 2 if none could be."""
+    with _faults():
+        from fedprism import api
+
+        if output is not None:
+            if output.is_dir() or not output.absolute().parent.is_dir():
+                raise FileNotFoundError(
+                    f"route: --output {output} must name a file in a folder that exists; name another"
+                )
+            if output.resolve() == source.resolve():
+                raise FileExistsError(f"route: --output {output} is the input; name another")
+        record = api.route(directory, source)
+        answered, refused = record["answers"], record["refused"]
+        for each in refused[:SHOWN_REFUSALS]:
+            _say(f"row {each['row']}{each['id'] and ' (' + each['id'] + ')'} refused: {each['reason']}")
+        if len(refused) > SHOWN_REFUSALS:
+            _say(f"and {len(refused) - SHOWN_REFUSALS} more rows refused; --json has the reasons")
+        written = output if answered else None  # nothing is written that holds no answer
+        if written is not None:
+            api.write_routes(record, written, as_json=as_json)
+        elif as_json:
+            typer.echo(json.dumps(record, indent=1, ensure_ascii=False))
+        elif answered:
+            _console().print(_rows_table(api.routes_as_rows(record)))
+        done = f"answered {len(answered)} of {len(answered) + len(refused)} rows, refused {len(refused)}"
+        _say(done if written is None else f"{done}; answers: {written}")
+        if not answered:
+            raise typer.Exit(MISTAKE)
 
 
 @app.command("show-data")

@@ -414,6 +414,11 @@ def write_json(path: Path, value: Any) -> None:
     _write_atomic(path, _json(value, indent=1) + "\n")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    _write_atomic(path, text)
+
+
 def versions() -> dict[str, Any]:
     """What produced a result: package versions (None where not installed), git commit of a checkout or None,
     threads of this process, machine type."""
