@@ -115,10 +115,15 @@ def tuned(client: Client, cfg: Config, got: dict[str, Any]) -> dict[str, Tensor]
     return dict(tree)
 
 
-def test_fine_tuning_is_an_epoch_at_the_initial_rate_from_fresh_momentum() -> None:
+@pytest.mark.parametrize(("given", "rate"), [(0.0, 0.05), (0.002, 0.002)])
+def test_fine_tuning_is_an_epoch_at_the_initial_rate_or_its_own_from_fresh_momentum(
+    given: float, rate: float
+) -> None:
     # the cosine has brought the rate near 0 by then; one full batch, so one step of the rate it began with
     client = watched_clients()[0]
-    cfg = Config(rounds=3, batch_size=100, schedule="cosine", **{**HEAVY, "weight_decay": 0.0})
+    cfg = Config(
+        rounds=3, batch_size=100, schedule="cosine", finetune_lr=given, **{**HEAVY, "weight_decay": 0.0}
+    )
     got = {"body": client.model.init("encoder", 0), "seed": 0}
     tree = {name: x.clone().requires_grad_() for name, x in client.model.trainable(0).items()}
     rows = client.data["train"]
@@ -126,7 +131,7 @@ def test_fine_tuning_is_an_epoch_at_the_initial_rate_from_fresh_momentum() -> No
     mine = tuned(client, cfg, got)
     assert tree.keys() == mine.keys()
     for name, value in tree.items():
-        assert torch.allclose(mine[name], value.detach() - 0.05 * value.grad, atol=1e-7)
+        assert torch.allclose(mine[name], value.detach() - rate * value.grad, atol=1e-7)
         assert not torch.equal(mine[name], value)
 
 

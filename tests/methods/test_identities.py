@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedprism.methods.registry import get_method
+from fedprism.methods.registry import METHODS, get_method
 from fedprism.protocol import Client
 from tests.tiny import Linear, TinyRows, drive, mixed_clients, table_clients
 
@@ -68,11 +68,16 @@ def of_state(*path: Any) -> Read:
     return read
 
 
-def of_clients(name: str) -> Read:
-    """The tree that every client keeps under `name`."""
+def of_clients(name: str, shape: tuple[int, ...] | None = None) -> Read:
+    """What every client keeps under `name`: a tree, or a tensor, seen in the given shape."""
 
     def read(method: Any, cfg: Any, state: Any, clients: dict[int, Client]) -> Answer:
-        return {f"{i}:{key}": value for i, c in clients.items() for key, value in c.state[name].items()}
+        found = {}
+        for i, client in clients.items():
+            value = client.state[name]
+            parts = {name: value.reshape(shape or value.shape)} if isinstance(value, Tensor) else value
+            found |= {f"{i}:{key}": part for key, part in parts.items()}
+        return found
 
     return read
 
@@ -122,6 +127,7 @@ class Identity:
 
 
 FEDAVG = Side("fedavg", of_state("w"))
+ONE_GAUSSIAN = {"n_gaussians": 1, "pretrain_rounds": 0, "average": "samples"}
 ROWS = [
     Identity(Side("fedprox", of_state("w"), {"mu": 0.0}), FEDAVG, tables),
     Identity(Side("fedprox", of_state("w"), {"mu": 0.0}), FEDAVG, adapters),
@@ -152,6 +158,15 @@ ROWS = [
     Identity(Side("fedem", of_state("components", 0), {"n_components": 1}), FEDAVG, adapters),
     Identity(Side("fedem", log_probabilities, {"n_components": 1}), Side("fedavg", log_probabilities),
              tables, within=1e-6),  # mixed in float64
+    # one client that learns labels alone: the client head gets no gradient
+    Identity(Side("feddrm", predictions, {"lam": 1.0}), Side("fedavg", predictions), one_table, within=2e-6),
+    # one Gaussian tells no rows apart, and clients weigh as in FedEM
+    Identity(Side("fedgmm", of_state("components", 1), ONE_GAUSSIAN),
+             Side("fedem", of_state("components", 1)), tables, within=2e-6),
+    Identity(Side("fedgmm", of_clients("pi", (3,)), ONE_GAUSSIAN), Side("fedem", of_clients("pi")),
+             tables, within=1e-6),
+    Identity(Side("fedgmm", log_probabilities, ONE_GAUSSIAN), Side("fedem", log_probabilities),
+             tables, within=5e-6),
     # adapters under a frozen head: FedBABU has nothing to hold still that FedAvg moves
     Identity(Side("fedbabu", of_state("body")), FEDAVG, adapters),
     Identity(Side("fedbabu", predictions, {"finetune_epochs": 2}),
@@ -180,6 +195,7 @@ SGD_ALONE = {"scaffold"}
 CASES = [
     pytest.param(row, solver, id=f"{row}-{name}")
     for row in ROWS
+    if {row.left.method, row.right.method} <= METHODS.keys()
     for name, solver in SOLVERS.items()
     if name == "sgd" or not SGD_ALONE & {row.left.method, row.right.method}
 ]

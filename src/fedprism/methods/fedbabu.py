@@ -2,15 +2,16 @@
 
 The head has the server's initial value on every client. It is a constant of the local loss, no parameter of
 the local solver: without gradient, decay or momentum. Clients train and send the body alone. Before it
-predicts, a client fine-tunes a copy on its training rows, at the initial rate, with fresh momentum, and
-keeps nothing of it.
+predicts, a client fine-tunes a copy on its training rows, with fresh momentum and a constant rate, by default
+that of round 0, and keeps nothing of it.
 `finetune_epochs = 0` scores the untuned model ("before" in the paper's tables).
 
 Choices. The head travels as the seed that it is drawn from. On a model with an encoder and a head the body is
 the encoder. On a LoRA model it is the trained blocks (A and B); the head there is frozen anyway, so training
 equals FedAvg's, and the difference is that fine-tuning moves the head too, where the model lends one.
 Deviations: the server weighs by samples unless `average` says otherwise (the authors: uniformly); the
-authors fine-tune 5 epochs at a hundredth of the training rate, we 1 epoch at the initial rate (FedSPM suite).
+authors fine-tune 5 epochs at a hundredth of the training rate, we 1 epoch at the rate of round 0 (the FedSPM
+suite) unless `finetune_epochs` and `finetune_lr` say otherwise.
 """
 
 from __future__ import annotations
