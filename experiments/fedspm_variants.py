@@ -3,8 +3,8 @@ encoders.
 
     python experiments/fedspm_variants.py [--out runs] [--variants kmeans_3 ...] [--set k=v]
 
-Every variant is an experiment of its own in OUT/fedspm_VARIANT, over the same clients and seeds; finished ones
-are kept, interrupted ones resumed. `collect.py` and `fedprism report` read them like any other run.
+Every variant is an experiment of its own in OUT/fedspm_VARIANT, over the same clients and seeds; finished
+ones are kept, interrupted ones resumed. `collect.py` and `fedprism report` read them like any other run.
 """
 
 from __future__ import annotations
@@ -46,11 +46,8 @@ def main() -> None:
         out = args.out / f"fedspm_{variant}"
         changes = ["method.names=[fedspm]", *VARIANTS[variant], *args.overrides]
         experiment = replace(config.load(recipe, changes, methods=METHODS), name=out.name)
-        summary = (
-            api.resume_experiment(out)
-            if (out / "config.toml").is_file()
-            else api.run_experiment(experiment, out)
-        )
+        begun = (out / "config.toml").is_file()
+        summary = api.resume_experiment(out) if begun else api.run_experiment(experiment, out)
         print(variant, {run["seed"]: run["outside"] for run in summary["runs"]}, flush=True)
 
 
