@@ -1,4 +1,5 @@
-# make demo    train FedSEE and three references on real text, print the table, write runs/demo/report.html
+# make demo    train FedSEE and three references on real text, then FedSPM on four hospitals; print the tables,
+#              route a few patients, write runs/demo/report.html and runs/heart/report.html
 # make test    lint and all tests;  make quick: the tests that take seconds;  make lint: ruff and mypy
 # make clean   remove .venv, caches and build output (runs/ stays)
 #
@@ -17,6 +18,8 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 demo: $(READY)
 	$(VENV)/bin/fedprism run configs/demo.toml --out runs/demo --force
+	$(VENV)/bin/fedprism run configs/heart.toml --out runs/heart --force
+	$(VENV)/bin/fedprism route runs/heart/fedspm/seed-1 --input datasets/patients.csv
 
 test: lint
 	$(PY) -m pytest
