@@ -4,8 +4,8 @@ estep      the E-step over all rows against the rows that the round will draw (`
            against channels_last with and without bf16: seconds of the phases `e_step` and `m_step`, as the
            package's engine counts them. Contestants take turns, a round each
 clients    one supervised gradient step of all clients: one client after another, as the package trains them,
-           against `torch.func.vmap` over stacked trees. The package doesn't offer the latter; the step is
-           written here, on its networks, to tell whether it should
+           against `torch.func.vmap` over stacked trees, in fp32; loop / vmap. The package doesn't offer the
+           latter; the step is written here, on its networks, to tell whether it should
 
     python benchmarks/fedspm_estep.py [estep clients] [--backbone resnet_narrow] [--repetitions 7] [--tiny]
 
@@ -15,11 +15,13 @@ bf16 is left out where the processor has no bfloat16 instructions.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,13 @@ from measuring import (
     ratio,
     take_turns,
     usable,
+    warm_up,
     write_result,
 )
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedprism.models.networks import NetworkModel
 from fedprism.models.vision import load_vision
 from fedprism.trees import Tree
 
@@ -69,6 +73,7 @@ threads = {threads}
 [evaluation]
 batch_size = 250
 """
+FAR_APART = 1e-4  # of gradients, over their largest entry, in fp32
 VARIANTS = (*((name, "full") for name in PRECISIONS), ("fp32", "batch"), ("bf16_channels_last", "batch"))
 
 
@@ -118,6 +123,7 @@ def estep(setting: Setting) -> dict[str, Any]:
             text = CONFIG.format(rounds=setting.rounds, e_step=rows, **asdict(setting))
             experiment = load_experiment(text, folder, PRECISIONS[name])
             contestants[f"{name}_{rows}"] = InThread(package_run(experiment, folder / "run"))
+        warm_up(contestants)
         turns = take_turns(contestants, setting.repetitions)
         for contestant in contestants.values():
             contestant.turn()  # the last round, which scores the clients
@@ -150,33 +156,37 @@ def estep(setting: Setting) -> dict[str, Any]:
 # --- one client after another, or all at once --------------------------------------------------------------
 
 
-def client_steps(setting: Setting, precision: str) -> tuple[Callable[[], Tree], Callable[[], Tree]]:
-    """One supervised gradient of every client, stacked (m, ...): in a loop, and by vmap over stacked trees.
+def client_steps(setting: Setting) -> dict[str, Callable[[], Tree]]:
+    """One supervised gradient of every client in fp32, stacked (m, ...): in a loop, in a loop with
+    channels_last, and by vmap over stacked trees, for which torch has neither channels_last nor bf16.
 
     Clients differ in their trees and batches; images are drawn at random, which time does not depend on."""
-    model = load_vision(
-        setting.backbone, setting.router_backbone, image_size=setting.image_size, **PRECISIONS[precision]
-    )
     m, side = setting.clients, setting.image_size
+    names = setting.backbone, setting.router_backbone
+    plain, laid_out = (load_vision(*names, image_size=side, channels_last=last) for last in (False, True))
     draw = torch.Generator().manual_seed(setting.seed)
     x = torch.rand(m, setting.batch, 3, side, side, generator=draw) * 2 - 1
-    label = torch.randint(model.n_classes, (m, setting.batch), generator=draw)
-    own = [model.trainable(setting.seed + k) for k in range(m)]
+    label = torch.randint(plain.n_classes, (m, setting.batch), generator=draw)
+    own = [plain.trainable(setting.seed + k) for k in range(m)]
     stacked = {name: torch.stack([tree[name] for tree in own]) for name in own[0]}
 
-    def loss(tree: Tree, x: Tensor, label: Tensor) -> Tensor:
+    def loss(model: NetworkModel, tree: Tree, x: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(model.apply(tree, {"x": x}).logits, label)
 
-    def loop() -> Tree:
+    def loop(model: NetworkModel) -> Tree:
         found = []
         for k, tree in enumerate(own):
             leaves = {name: value.detach().requires_grad_() for name, value in tree.items()}
-            gradients = torch.autograd.grad(loss(leaves, x[k], label[k]), list(leaves.values()))
+            gradients = torch.autograd.grad(loss(model, leaves, x[k], label[k]), list(leaves.values()))
             found.append(dict(zip(leaves, gradients, strict=True)))
         return {name: torch.stack([tree[name] for tree in found]) for name in stacked}
 
-    at_once = torch.func.vmap(torch.func.grad(loss))
-    return loop, lambda: at_once(stacked, x, label)
+    at_once = torch.func.vmap(torch.func.grad(partial(loss, plain)))
+    return {
+        "loop": partial(loop, plain),
+        "loop_channels_last": partial(loop, laid_out),
+        "vmap": partial(at_once, stacked, x, label),
+    }
 
 
 def timed(step: Callable[[], Tree]) -> Turn:
@@ -187,27 +197,30 @@ def timed(step: Callable[[], Tree]) -> Turn:
 
 
 def clients(setting: Setting) -> dict[str, Any]:
-    """Loop over clients against vmap, in every precision the processor has; both give the same gradients."""
+    """Loops over clients against vmap, which must give the same gradients; ratios loop / vmap."""
     torch.set_num_threads(setting.threads)
-    names, left_out = usable(["fp32", "bf16_channels_last"])
-    kept: dict[str, dict[str, Any]] = {part: {} for part in ("ratio", "ratios", "seconds", "difference")}
-    for name in names:
-        loop, at_once = client_steps(setting, name)
-        one, other = loop(), at_once()  # also the turn that does not count
-        largest = max(float(value.abs().max()) for value in one.values())
-        apart = max(float((one[key] - other[key]).abs().max()) for key in one)
-        if name == "fp32" and apart > 1e-4 * largest:
-            raise RuntimeError(f"clients: gradients are {apart:g} apart, the largest is {largest:g}")
-        turns: dict[str, list[Turn]] = {"loop": [], "vmap": []}
-        for k in range(setting.repetitions):
-            steps = [("loop", loop), ("vmap", at_once)]
-            for which, step in steps if k % 2 == 0 else steps[::-1]:
-                turns[which].append(timed(step))
-        kept["ratios"][name] = ratio(turns["loop"], turns["vmap"])
-        kept["ratio"][name] = kept["ratios"][name]["ratio"]
-        kept["seconds"][name] = median_seconds(turns)
-        kept["difference"][name] = apart / largest
-    return {**kept, "left_out": left_out}
+    steps = client_steps(setting)
+    gradients = {name: step() for name, step in steps.items()}  # also the turns that do not count
+    apart = {name: relative_distance(gradients["vmap"], tree) for name, tree in gradients.items()}
+    if max(apart.values()) > FAR_APART:
+        raise RuntimeError(f"clients: gradients differ from vmap's by {apart}, needs {FAR_APART}")
+    turns: dict[str, list[Turn]] = {name: [] for name in steps}
+    for k in range(setting.repetitions):
+        for name in list(steps)[:: 1 if k % 2 == 0 else -1]:
+            turns[name].append(timed(steps[name]))
+    ratios = {name: ratio(turns[name], turns["vmap"]) for name in steps if name != "vmap"}
+    return {
+        "ratio": {name: found["ratio"] for name, found in ratios.items()},
+        "ratios": ratios,
+        "seconds": median_seconds(turns),
+        "difference": apart,
+    }
+
+
+def relative_distance(a: Tree, b: Tree) -> float:
+    """Largest difference of two trees over the largest entry of the first."""
+    largest = max(float(value.abs().max()) for value in a.values())
+    return max(float((a[name] - b[name]).abs().max()) for name in a) / largest
 
 
 PARTS = {"estep": estep, "clients": clients}
@@ -231,7 +244,7 @@ def main() -> None:
     result: dict[str, Any] = {"setting": asdict(setting)}
     for part in parts:
         result[part] = PARTS[part](setting)
-        print(part, result[part]["ratio"], result[part]["left_out"])
+        print(part, json.dumps(result[part]["ratio"], indent=1), result[part].get("left_out", ""))
     if not tiny:
         write_result(out, result, seed=setting.seed, threads=setting.threads)
 

@@ -32,6 +32,7 @@ from measuring import (
     ratio,
     take_turns,
     usable,
+    warm_up,
     write_result,
 )
 from rivals import file_loop
@@ -133,7 +134,8 @@ def accuracy_of(turn: Turn) -> dict[str, float]:
 
 
 def losses_of(turns: Sequence[Turn]) -> dict[str, list[float]]:
-    """Training losses of a contestant's turns in nats: of the classes and of the density ratios."""
+    """Training losses of a contestant's turns in nats: of the classes and of the density ratios, where the
+    package's stand higher by a constant, the mean of log n_i."""
     logs = [turn.facts.get("log", turn.facts) for turn in turns]
     return {
         "classes": [log.get("train_loss", log.get("loss")) for log in logs],
@@ -148,6 +150,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         root = Path(scratch)
         contestants = {"rival": rival(setting, root / "rival")}
         contestants |= {name: package(setting, name, root / name) for name in names}
+        warm_up(contestants)
         turns = take_turns(contestants, setting.repetitions)
         for contestant in contestants.values():
             contestant.finish()

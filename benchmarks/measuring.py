@@ -2,7 +2,7 @@
 
 A contestant does one round per turn. Turns alternate, and every other repetition goes through the contestants
 backwards, so that other work on the machine and slow drifts hit all of them; quoted are medians of ratios of
-the turns of one repetition. The first turn of each, with all it has to set up, does not count.
+the turns of one repetition. The first turns of each, with all it has to set up, do not count.
 """
 
 from __future__ import annotations
@@ -150,10 +150,15 @@ class InProcess:
             self._process.wait(timeout=30)
 
 
-def take_turns(contestants: Mapping[str, Contestant], repetitions: int) -> dict[str, list[Turn]]:
-    """`repetitions` turns of each contestant after one that does not count, every other time backwards."""
+def warm_up(contestants: Mapping[str, Contestant], turns: int = 1) -> None:
+    """Turns of each contestant that do not count: setting up is part of the first."""
     for contestant in contestants.values():
-        contestant.turn()
+        for _ in range(turns):
+            contestant.turn()
+
+
+def take_turns(contestants: Mapping[str, Contestant], repetitions: int) -> dict[str, list[Turn]]:
+    """`repetitions` turns of each contestant, every other time backwards."""
     turns: dict[str, list[Turn]] = {name: [] for name in contestants}
     for k in range(repetitions):
         for name in list(contestants)[:: 1 if k % 2 == 0 else -1]:
