@@ -17,6 +17,7 @@ from fedprism import config as configs
 from fedprism.config import Experiment
 from fedprism.data.sources import dataset_root
 from fedprism.methods.registry import METHODS
+from tests.test_contracts import ON_TABLES
 from tests.tiny_text import Stopped, Watch, left_behind
 
 IMAGES: dict[str, Any] = {
@@ -141,6 +142,19 @@ def test_a_run_on_images_stopped_and_resumed_equals_one_that_was_not(
     api.resume_experiment(tmp_path / "out", watch)
     assert watch.rounds == [1]
     assert left_behind(tmp_path / "out/fedavg/seed-3") == left_behind(clothes[0] / "fedavg/seed-3")
+
+
+@pytest.mark.parametrize("name", sorted(ON_TABLES))
+def test_an_interrupted_run_on_hospitals_resumed_equals_one_that_was_not(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "write_report", lambda dirs: Path(dirs[0]) / "report.html")
+    short = experiment(HEART, method__names=[name], method__rounds=3)
+    api.run_experiment(short, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        api.run_experiment(short, tmp_path / "out", progress=Watch(stop_after=1))
+    api.resume_experiment(tmp_path / "out")
+    assert left_behind(tmp_path / f"out/{name}/seed-3") == left_behind(tmp_path / f"whole/{name}/seed-3")
 
 
 # ---- hospitals -----------------------------------------------------------------------------------

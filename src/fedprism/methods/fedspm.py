@@ -8,14 +8,12 @@ gamma, xi and nu). gamma and xi travel as whole tables: a client moves the rows 
 without an owner goes to the client of largest posterior, which mixes its components' predictions by features.
 
 *Deviations and choices* (spec 2 to 4, 7).
-- Means over examples, not sums; rates follow the round; momentum starts at zero every round.
-- pi_i = tau_i / n_i is read from the table of totals, which every client receives anyway.
+- Means over examples, not sums; rates follow the round; momentum starts at zero; pi_i = tau_i / n_i.
 - C = 1 has no E-step: one ask a round. The monitor J then costs a pass of its own (`monitor_every`).
 - J of round t is that of the parameters and totals the round begins with.
-- `init = "kmeans"`: responsibilities of the first rounds come from k-means on each client's own inputs. With
-  encoders per component its centroids (means of a client's inputs) go to the server, to agree on numbers.
-- Random initialisation, equal components and a shared encoder would never separate; heads are drawn per
-  client and component, xi per row of the table.
+- `init = "kmeans"`: first responsibilities from k-means on each client's own inputs. With encoders per
+  component its centroids (means of a client's inputs) go to the server, to agree on numbers.
+- Equal components would never separate: heads are drawn per client and component, xi per row.
 """
 
 from __future__ import annotations
