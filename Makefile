@@ -22,10 +22,10 @@ demo: $(READY)
 	$(VENV)/bin/fedprism route runs/heart/fedspm/seed-1 --input datasets/patients.csv
 
 test: lint
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile  # a process per core, a thread each
 
 quick: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2  # a process per core, a thread each
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 lint: $(READY)
 	$(PY) -m ruff check .

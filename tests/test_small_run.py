@@ -1,4 +1,4 @@
-"""FedSEE on real text, minutes long (FedSEE spec 14, item 10)."""
+"""FedSEE on real text, about two minutes (FedSEE spec 14, item 10)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from fedprism.methods.registry import METHODS
 from fedprism.storage import RunDirectory
 
 CONFIG = """
-name = "three_easy_tasks"
+name = "two_easy_tasks"
 seeds = [5]
 [data]
-tasks = ["sst2", "qnli", "qqp"]
-clients = 6
+tasks = ["sst2", "qqp"]
+clients = 4
 partition = "pure"
-train_per_task = 560
-public_per_task = 200
-validation_per_client = 30
-test_per_client = 30
+train_per_task = 320
+public_per_task = 120
+validation_per_client = 8
+test_per_client = 8
 [model]
-max_length = 40
+max_length = 24
 precision = "auto"
 [method]
 names = ["fedsee"]
-rounds = 4
+rounds = 3
 local_epochs = 1
 lr = 5e-3
 batch_size = 16
 [method.fedsee]
 init_epochs = 2
 public_batch = 8
-table_rows = 100
+table_rows = 60
 block_clip = 0.1
 row_clip = 0.1
 """
@@ -56,7 +56,7 @@ def test_pure_clients_are_recognised_on_real_text(tmp_path: Path) -> None:
     raw = [c / c.sum(1, keepdims=True) for c in raw]
     assert (raw[-1].argmax(1) == true.argmax(1)).all()
     errors = [mixture_report(c, true, true)["mae"] for c in raw]
-    uniform = 4 / 9  # error of a server that knows nothing: (2/3 + 1/3 + 1/3) / 3
+    uniform = 1 / 2  # error of a server that knows nothing: (1/2 + 1/2) / 2
     assert errors[-1] < errors[0] < uniform  # with the published clips every call moves a little further
     table = np.array(lines[-1]["log"]["public_losses"])  # experts x tasks
     assert table.argmin(0).tolist() == [0, 1, 2]  # on every task its own expert is the best

@@ -346,8 +346,9 @@ def _finish(summary: Mapping[str, Any], out: Path) -> None:
     console = _console()
     console.print(reports.summary_table(summary))
     paired = reports.paired_table(summary)
-    if paired is not None:
-        console.print(paired)
+    for table in (paired, reports.outside_table(summary)):
+        if table is not None:
+            console.print(table)
     page = out / "report.html"  # a finished experiment has it; a single run that was resumed may not
     typer.echo(f"report: {page if page.is_file() else api.write_report([out])}")
 

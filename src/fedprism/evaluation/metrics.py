@@ -348,6 +348,9 @@ def covariance_dispersion(moments: Tensor) -> dict[str, Any]:
     }
 
 
+OUTSIDE = ("system", "average", "routing")  # accuracies of queries whose owner is hidden
+
+
 def label_of(run: Run) -> str:
     """Name under which a run is grouped: its label in a comparison, else its method."""
     return str(run.get("label") or run["method"])
@@ -385,10 +388,11 @@ def summarise_runs(runs: Iterable[Run]) -> list[dict[str, Any]]:
 
     runs: complete run summaries. Returns entries {"label", "method", "seeds", "test", "validation",
     "seconds", "bytes_up_per_client_round", "bytes_down_per_client_round", "examples_trained",
-    "examples_public", "local_epochs", "rounds", "mixture", "covariance_dispersion"}; "test" and "validation"
-    hold spreads of the scores and, under "per_task", of every task; "mixture" spreads of "mae",
+    "examples_public", "local_epochs", "rounds", "mixture", "covariance_dispersion", "outside"}; "test" and
+    "validation" hold spreads of the scores and, under "per_task", of every task; "mixture" spreads of "mae",
     "mae_realised", "best_feasible_mae", "slope" and "pure_argmax_accuracy"; "covariance_dispersion" of its
-    numbers, rho over the seeds where it is finite. What no run of the label has is None.
+    numbers, rho over the seeds where it is finite; "outside" has the "rule" and spreads of "system",
+    "average" and "routing" of queries whose owner is hidden. What no run of the label has is None.
     """
     entries = []
     for label, members in group_runs(runs).items():
@@ -425,6 +429,11 @@ def summarise_runs(runs: Iterable[Run]) -> list[dict[str, Any]]:
         entry["covariance_dispersion"] = {
             name: _spread_of(members, "covariance_dispersion", name) for name in DISPERSION
         }
+        answered = [run["outside"] for run in members if run.get("outside")]
+        entry["outside"] = None
+        if answered:
+            spreads = {name: _spread_of(members, "outside", name) for name in OUTSIDE}
+            entry["outside"] = {"rule": answered[0]["rule"], **spreads}
         entries.append(entry)
     return entries
 
@@ -439,7 +448,8 @@ def paired_summary(runs: Iterable[Run], reference: str) -> list[dict[str, Any]]:
 
     runs: complete run summaries. reference: a label among them. Runs are paired when seed *and* federation
     fingerprint agree. Returns for every other label {"label", "seeds", "unpaired" (seeds without a partner),
-    "overall", "worst_50", "worst_25", "per_task"}; spreads, None where no seed pairs up.
+    "overall", "worst_50", "worst_25", "per_task", "outside" ("system" and "average")}; spreads, None where no
+    seed pairs up.
     Raises KeyError for an unknown reference.
     """
     groups = group_runs(runs)
@@ -474,6 +484,16 @@ def paired_summary(runs: Iterable[Run], reference: str) -> list[dict[str, Any]]:
         entry["per_task"] = {
             task: difference(lambda test, task=task: task_accuracies(test["per_task"])[task])
             for task in tasks
+        }
+        answered = [key for key in shared if own[key].get("outside") and base[key].get("outside")]
+        entry["outside"] = {
+            name: paired_differences(
+                {key: own[key]["outside"][name] for key in answered},
+                {key: base[key]["outside"][name] for key in answered},
+            )
+            if answered
+            else None
+            for name in ("system", "average")
         }
         entries.append(entry)
     return entries

@@ -136,6 +136,7 @@ below: <a href="#incomplete">how far {{ "they" if n_incomplete != 1 else "it" }}
 <ul>
 {{ link(results, "results", "Accuracy") }}
 {{ link(differences, "differences", "Paired differences") }}
+{{ link(outside, "outside", "Queries whose owner is hidden") }}
 {{ link(has_local, "negative", "Negative transfer") }}
 {{ link(n_incomplete, "incomplete", "Incomplete runs") }}
 {{ link("learning_curves" in pictures, "curves", "Learning curves") }}
@@ -181,6 +182,28 @@ A difference that is small against its standard deviation says little. Point at 
 {% endif %}
 </p>
 {{ grid(differences) }}
+</section>
+{% endif %}
+
+{% if outside %}
+<section id="outside">
+<h2>Queries whose owner is hidden</h2>
+<p class="how"><b>How to read this.</b> All clients' test examples, in percent. <b>system</b>: nobody knows
+whose a query is; a router chooses the client that answers, or, for methods without one, all clients vote.
+<b>average</b>: the owner is known and answers. <b>routing</b>: the share of the queries that the router sends
+to their owner. A good router makes system and average agree.
+{% if outside.columns | length > 5 %}
+The differences are taken seed by seed to {{ reference }}, in percentage points.
+{% endif %}
+</p>
+{{ grid(outside) }}
+{{ picture("outside_accuracies", "System, average and routing accuracy per method") }}
+{% if "monitor_curves" in pictures %}
+<p class="how"><b>The monitor of EM.</b> J is the mean negative log-probability of owner and label given the
+features; EM drives it down. Purity says whether a learned component is a true one: it should leave the dotted
+line, which is what guessing the larger component gives. Bands reach from the lowest to the highest seed.</p>
+{{ picture("monitor_curves", "J and purity per round") }}
+{% endif %}
 </section>
 {% endif %}
 

@@ -322,7 +322,39 @@ def _score_columns(
         return lambda entry: entry[split]["per_task"].get(task)
 
     columns = [(title, score_of(name)) for name, title in SCORE_TITLES.items()]
+    if len(tasks) == 1 and any(entry.get("outside") for entry in entries):
+        tasks = {}  # the average accuracy of the other table
     return split, columns + [(task, task_of(task)) for task in tasks]
+
+
+def _outside_rows(
+    entries: Sequence[Mapping[str, Any]], paired: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[str], list[list[tuple[str, bool]]]]:
+    """Titles and rows (text, whether it is the best of its column) of the table of queries from outside.
+
+    paired: what `metrics.paired_summary` gave, for columns of differences; None for none. No rows where no
+    method answered such queries."""
+    shown = [entry for entry in entries if entry["outside"]]
+
+    def best_of(name: str) -> set[str]:
+        return _best(shown, lambda entry: entry["outside"][name], 1)
+
+    best = [best_of(name) for name in metrics.OUTSIDE]
+    differences = {entry["label"]: entry["outside"] for entry in paired or ()}
+    rows = []
+    for entry in shown:
+        found = entry["outside"]
+        row = [(entry["label"], False), ({"route": "router", "vote": "vote"}[found["rule"]], False)]
+        for name, top in zip(metrics.OUTSIDE, best, strict=True):
+            row.append((format_spread(found[name]), entry["label"] in top))
+        if paired is not None:
+            own = differences.get(entry["label"], {})
+            row += [(format_spread(own.get(name), signed=True), False) for name in ("system", "average")]
+        rows.append(row)
+    titles = ["method", "answers by", *metrics.OUTSIDE]
+    if paired is not None:
+        titles += ["system, difference", "average, difference"]
+    return titles, rows
 
 
 def _kib(value: Spread | None) -> str:
@@ -452,6 +484,37 @@ def paired_table(summary: Mapping[str, Any], reference: str | None = None) -> Ta
     return table
 
 
+def outside_table(summary: Mapping[str, Any], reference: str | None = None) -> Table | None:
+    """Queries whose owner is hidden, for the terminal: system, average and routing accuracy in %, and
+    differences to the reference in points; None where no run answered any."""
+    runs = _complete(summary)
+    chosen = _pick_reference(summary, reference)
+    paired = metrics.paired_summary(runs, chosen) if chosen is not None else None
+    titles, rows = _outside_rows(metrics.summarise_runs(runs), paired)
+    if not rows:
+        return None
+    table = Table(
+        title="queries whose owner is hidden, in %"
+        + (f"; differences to {chosen} in points" if chosen is not None else ""),
+        title_justify="left",
+        caption="system: routed, or put to the vote of all clients. average: the owner answers. routing: "
+        "sent to the owner.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+    table.add_column(titles[0], no_wrap=True)
+    table.add_column(titles[1].replace(" ", "\n"), no_wrap=True)
+    for title in titles[2:]:
+        table.add_column(title.replace(", ", "\n"), justify="right", no_wrap=True)
+    for (label, _), *cells in rows:
+        table.add_row(
+            label, *(Text(text.replace(" ± ", "\n±"), style="bold" if top else "") for text, top in cells)
+        )
+    return table
+
+
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table: first column left, the others right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
@@ -503,6 +566,16 @@ def markdown_table(summary: Mapping[str, Any], reference: str | None = None, dig
                     str(len(e["seeds"])),
                 ]
                 for e in paired
+            ],
+        )
+    paired_outside = None if chosen is None else metrics.paired_summary(_complete(summary), chosen)
+    titles, outside = _outside_rows(entries, paired_outside)
+    if outside:
+        text += "\nQueries whose owner is hidden, in percent; differences in points:\n\n" + _markdown(
+            titles,
+            [
+                [f"`{label}`", *(f"**{text}**" if top else text for text, top in cells)]
+                for (label, _), *cells in outside
             ],
         )
     if stopped := _incomplete_lines(summary):
@@ -570,6 +643,8 @@ def _headline(
     elif len(ranked) > 1:
         first += f", the highest of {len(ranked)} methods"
     lines = [first + "."]
+    if sentence := _outside_headline(entries):
+        lines.append(sentence)
     own = next((entry for entry in ranked if entry["label"] == reference), None)
     if reference is None or own is None:
         return lines
@@ -584,6 +659,21 @@ def _headline(
                 "worst-served quarter of the clients."
             )
     return lines
+
+
+def _outside_headline(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """The best method on queries from outside in one sentence; None without any."""
+    answered = [entry for entry in entries if entry["outside"]]
+    if not answered:
+        return None
+    top = max(answered, key=lambda entry: entry["outside"]["system"]["mean"])
+    how = "by routing them" if top["outside"]["rule"] == "route" else "by a vote of all clients"
+    right = format_spread(top["outside"]["system"])
+    return (
+        f"On queries whose owner is hidden {top['label']} is right on {right} %, {how}"
+        + (f"; the highest of {len(answered)} methods" if len(answered) > 1 else "")
+        + "."
+    )
 
 
 def _points(value: float) -> str:
@@ -614,6 +704,18 @@ def _differences(runs: Sequence[Mapping[str, Any]], reference: str) -> dict[str,
         rows.append([entry["label"], *(cell(value) for value in values), seeds])
     titles = ["method", *SCORE_TITLES.values(), *tasks, "paired seeds"]
     return _grid(titles, rows, {0: "name", 1 + len(SCORE_TITLES): "part", len(titles) - 1: "part"})
+
+
+def _outside(
+    entries: Sequence[dict[str, Any]], runs: Sequence[Mapping[str, Any]], reference: str | None
+) -> dict[str, Any] | None:
+    """The table of queries from outside; None where no run answered any."""
+    paired = metrics.paired_summary(runs, reference) if reference else None
+    titles, rows = _outside_rows(entries, paired)
+    if not rows:
+        return None
+    cells = [[_cell(text, "best" if top else "") for text, top in row] for row in rows]
+    return _grid(titles, cells, {0: "name", 1: "text", 2: "part", 5: "part"})
 
 
 def _negative(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -868,9 +970,9 @@ def _pictures(
 
     seeds: logs of the geometry diagnostics, or empty. figures_dir: where figures are saved as files too."""
     # Imported here: tables in the terminal need neither matplotlib nor jinja2.
-    from fedprism.evaluation import geometry_plots, plots
+    from fedprism.evaluation import geometry_plots, outside_plots, plots
 
-    drawn = plots.figures(experiment)
+    drawn = plots.figures(experiment) | outside_plots.figures(experiment)
     if seeds:
         drawn |= geometry_plots.figures(seeds)
     if figures_dir is not None:
@@ -930,6 +1032,7 @@ def write_report(
         split=_score_columns(entries)[0],
         results=_results(entries) if entries else None,
         differences=_differences(runs, compared) if compared else None,
+        outside=_outside(entries, runs, compared),
         has_local=any(run["method"] == "local_only" for run in runs),
         negative=_negative(runs),
         n_incomplete=len(stopped),
