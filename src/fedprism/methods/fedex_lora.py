@@ -92,23 +92,6 @@ def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
         yield RoundEnd(t, state, {**log, "residual_width": max(widths(whole).values())})
 
 
-def server(cfg: Config, state: State, clients: Sequence[int]) -> Server:
-    """Means of A and of B; the residual takes up what they miss of the mean product."""
-    for t in range(state.round, cfg.rounds):
-        chosen = sample_clients(clients, cfg.participation, state.seed, t)
-        body = {"w": state.w, "residual": state.residual, "lr": cfg.rate(t)}
-        replies = yield Ask("update", chosen, body)
-        rho = [r.body["n"] if cfg.weights == "examples" else 1 for r in replies]
-        trained = [r.body["w"] for r in replies]
-        w = mean(trained, rho)
-        missed = residual(trained, rho, w)  # R of this round
-        whole = compress(widen(missed, state.residual))
-        state = replace(state, round=t + 1, w=w, residual=whole)
-        loss = sum(r.body["loss"] * p for r, p in zip(replies, rho, strict=True)) / sum(rho)
-        yield RoundEnd(t, state, {"train_loss": loss, "missed_norm": product_norm(missed),
-                                  "residual_norm": product_norm(whole), "residual_width": max(widths(whole).values())})  # fmt: skip
-
-
 def serve(cfg: Any, state: State) -> Body:
     """The adapter and the residual; both are needed."""
     return {"w": state.w, "residual": state.residual}
