@@ -31,7 +31,9 @@ class TinyLanguage(Model):
     def init(self, block: str, seed: int, n_experts: int = 0) -> dict[str, Tensor]:
         g = torch.Generator().manual_seed(seed % 2**62)
         if block == "lora_A":
-            return {"lora_A.0.down": torch.randn(self.n_experts, self.rank, self.d, generator=g) / self.d**0.5}
+            return {
+                "lora_A.0.down": torch.randn(self.n_experts, self.rank, self.d, generator=g) / self.d**0.5
+            }
         if block == "lora_B":
             return {"lora_B.0.down": torch.zeros(self.n_experts, self.vocabulary, self.rank)}
         return {}
@@ -75,7 +77,9 @@ def language_clients(n_clients: int = 3, n: int = 12, length: int = 6) -> dict[i
     clients = {}
     for i in range(n_clients):
         splits = {"train": n + 2 * i, "validation": 4, "test": 6}
-        clients[i] = Client(i, model, {s: rows(c, 100 * i + 30 * k) for k, (s, c) in enumerate(splits.items())})
+        clients[i] = Client(
+            i, model, {s: rows(c, 100 * i + 30 * k) for k, (s, c) in enumerate(splits.items())}
+        )
     train = [c.data["train"].columns for c in clients.values()]
     pooled = TinyRows(**{name: torch.cat([part[name] for part in train]) for name in train[0]})
     tasks = {f"task{m}": pooled.select(torch.nonzero(pooled.columns["task"] == m).flatten()) for m in (0, 1)}
