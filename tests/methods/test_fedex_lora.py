@@ -122,7 +122,7 @@ def test_the_residual_goes_to_everyone_also_after_a_missed_round_and_is_counted(
 
 
 def test_an_encoder_reads_the_residual_under_the_scale_of_its_own_rank() -> None:
-    """Wider factors are merged weights: base + s B A + s R with s = alpha / 3, though 8 columns stand there."""
+    """Wider factors are merged weights: base + s B A + s R with s = alpha / 3, though there are 8 columns."""
     model, merged = (tiny_encoders.model(rank=3, lora_alpha=6.0) for _ in range(2))
     g = torch.Generator().manual_seed(1)
     pair, more = {}, {}

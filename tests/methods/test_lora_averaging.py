@@ -81,10 +81,12 @@ def test_fedsa_clients_keep_their_b_through_rounds_they_miss() -> None:
     for _ in range(6):
         before = {i: dict(c.state.get("own", {})) for i, c in clients.items()}
         (end,) = drive(FEDSA_LORA, cfg, clients, state=state, stop=1)
+        now = {i: c.state.get("own", {}) for i, c in clients.items()}
         moved = [
-            i for i, c in clients.items()
-            if any(not torch.equal(v, before[i].get(k, torch.zeros(()))) for k, v in c.state.get("own", {}).items())
-        ]  # fmt: skip
+            i
+            for i, own in now.items()
+            if any(not torch.equal(v, before[i].get(k, torch.zeros(()))) for k, v in own.items())
+        ]
         assert len(moved) == 1
         seen |= set(moved)
         state = end.state

@@ -121,7 +121,7 @@ def test_refactorising_keeps_products_and_makes_rows_orthonormal(
 
 
 def test_directions_without_a_singular_value_continue_the_previous_ones() -> None:
-    """A = (2 e1; e1 + e2), B = (b, 0): the first row becomes e1, the second e1 + e2 without its part in e1."""
+    """A = (2 e1; e1 + e2), B = (b, 0): the first row is e1, then comes e1 + e2 without its part in e1."""
     a = torch.stack([2 * E[0], E[0] + E[1]])
     b = torch.tensor([[3.0, 0.0], [4.0, 0.0]])
     new, _ = refactorise(pair(a, b))
