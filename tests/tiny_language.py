@@ -59,7 +59,7 @@ class TinyLanguage(Model):
 
 
 def language_clients(n_clients: int = 3, n: int = 12, length: int = 6) -> dict[int, Client]:
-    """Task m counts upwards in steps of m + 1 modulo the vocabulary; a client holds both tasks, -2 all rows."""
+    """Task m counts upwards in steps of m + 1 modulo the vocabulary; clients hold both, -2 all rows."""
     model = TinyLanguage()
     g = torch.Generator().manual_seed(3)
 
