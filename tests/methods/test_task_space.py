@@ -68,8 +68,6 @@ def test_weighted_centring() -> None:
     p = np.arange(1.0, 10)
     z = TaskSpace.fit(C, 3, p=p).z
     np.testing.assert_allclose(p @ z, 0, atol=1e-12)
-    present = TaskSpace.fit(C, 3).present(np.array([1, 4, 7]))
-    np.testing.assert_allclose(present.sum(0), 0, atol=1e-12)
 
 
 def test_groups_by_eye_in_the_order_of_their_first_client() -> None:

@@ -12,6 +12,7 @@ METHODS: dict[str, str] = {
     "fedsee_geometry": "fedprism.methods.fedsee_geometry:METHOD",
     "fedspm": "fedprism.methods.fedspm:METHOD",
     "feddrm_separate": "fedprism.methods.fedspm:FEDDRM_SEPARATE",
+    "fedtar": "fedprism.methods.fedtar:METHOD",
     "fedavg": "fedprism.methods.fedavg:FEDAVG",
     "fedit": "fedprism.methods.fedavg:FEDIT",
     "fedavg_ft": "fedprism.methods.fedavg:FEDAVG_FT",

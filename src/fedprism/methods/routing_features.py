@@ -77,7 +77,8 @@ class RoutingStats:
         """(F,) float64 of norm 1. layers: "pooled" (means over layers), "per_layer" (all, joined) or "one"
         (number `layer`). parts: "mean" leaves the co-activation out, "coactivation" the mean; the entropy
         stays. F = K + K (K + 1) / 2 + 1, times L for per_layer."""
-        return unit(arrange(*(m[None] for m in self.means()), layers, scaling, parts, layer=layer)[0])
+        mu, co, h = self.means()
+        return unit(arrange(mu[None], co[None], h[None], layers, scaling, parts, layer=layer)[0])
 
 
 def _real_tokens(probabilities: Tensor, mask: Tensor | None) -> Tensor:
@@ -172,4 +173,6 @@ def clipped_sum(vectors: Tensor, limit: float) -> Tensor:
     """(F,) sum over examples of (b, F) vectors, each scaled down to norm `limit` where it is longer.
 
     One record moves it by at most `limit` (added or removed) or 2 `limit` (replaced) (spec 7.2)."""
-    return (vectors * (limit / vectors.norm(dim=1, keepdim=True).clamp(min=limit))).sum(0)
+    factors = limit / vectors.norm(dim=1, keepdim=True).clamp(min=limit)
+    total: Tensor = (vectors * factors).sum(0)
+    return total

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 from fedprism.methods.task_space import Floats, Ints, group_weights, shares
 
 CUT_OFF = 1e-10  # directions whose eigenvalue plus ridge is below this part of the largest are left out
+ROUNDING = 1e-13  # of float64, relative, in M^T M where the clients' updates are equal
 FEEBLE = 0.1  # part of the mean's norm below which a step deserves a warning
 
 
@@ -44,11 +45,14 @@ class MapSettings:
     adaptive: bool = False  # take the mean where the map predicts a left-out client worse than the mean
 
 
-def ridge_inverse(square: Floats, ridge: float) -> Floats:
-    """(A + ridge I)^-1 of a symmetric A >= 0 by its eigenvalues, without the vanishing directions."""
+def ridge_inverse(square: Floats, ridge: float, rounding: float = 0.0) -> Floats:
+    """(A + ridge I)^-1 of a symmetric A >= 0 by its eigenvalues, without the vanishing directions.
+
+    rounding: eigenvalues up to it are taken for rounding and left out as well."""
     values, vectors = np.linalg.eigh((square + square.T) / 2)
     values = values.clip(0)
     solid = (values + ridge > CUT_OFF * values.max(initial=0.0)) & (values + ridge > 0)
+    solid &= values > rounding if rounding else True
     inverse: Floats = (vectors[:, solid] / (values[solid] + ridge)) @ vectors[:, solid].T
     return inverse
 
@@ -87,7 +91,8 @@ def project(G: Floats, Z: Floats, a: Floats, cfg: MapSettings, p: Floats) -> Flo
     if cfg.r_upd:
         W = leading(G, cfg.r_upd) @ W
     square = W.T @ G @ W  # M^T M
-    inverse = ridge_inverse(square, _ridge(square, cfg, cfg.rho_p))
+    rounding = ROUNDING * float(np.trace(G)) * float((W**2).sum())  # what cancels in W^T G W leaves this much
+    inverse = ridge_inverse(square, _ridge(square, cfg, cfg.rho_p), rounding)
     mean = p if cfg.projection == "affine" else np.zeros_like(p)
     beta: Floats = mean + W @ (inverse @ (W.T @ (G @ (a - mean))))
     return beta

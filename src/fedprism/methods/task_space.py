@@ -3,9 +3,9 @@
 All in float64 and NumPy; N clients are rows. P holds the first r left singular vectors of the features
 (centred or not), z_i = P^T (c_i - mean). Groups come from k-means on z, a_i = w_q(i) p_i / p(G_q(i)).
 
-Deviations: basis centred by default (the uncentred one wastes its first direction on the mean); tau relative to the
-groups' mean squared distance; a group may weigh by its size; labels are in the order of each group's first
-client. Rows enter k-means by distance to their mean, so neither the clients' order nor signs or
+Deviations: basis centred by default (the uncentred one wastes its first direction on the mean); tau is
+relative to the groups' mean squared distance; a group may weigh by its size; labels are in the order of each
+group's first client. Rows enter k-means by distance to their mean, so neither the clients' order nor signs or
 rotations of the coordinates change the groups.
 """
 
@@ -41,7 +41,7 @@ class TaskSpace:
     @property
     def rank(self) -> int:
         """r."""
-        return self.z.shape[1]
+        return int(self.z.shape[1])
 
     @staticmethod
     def fit(
@@ -79,12 +79,6 @@ class TaskSpace:
         axes = directions[: min(r, len(directions))].T
         axes = axes * np.where(axes[np.abs(axes).argmax(0), np.arange(axes.shape[1])] < 0, -1.0, 1.0)
         return TaskSpace((centred if coordinates == "centred" else c) @ axes, axes, spectrum)
-
-    def present(self, at: Ints, p: ArrayLike | None = None, *, centre: bool = True) -> Floats:
-        """(k, r) coordinates of the clients at positions `at`, recentred over them by weights p."""
-        z = self.z[at]
-        placed: Floats = z - shares(p, len(z)) @ z if centre else z
-        return placed
 
 
 def shares(p: ArrayLike | None, n: int) -> Floats:
