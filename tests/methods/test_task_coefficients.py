@@ -76,7 +76,8 @@ def test_identical_clients_lose_everything_literally_and_nothing_with_an_interce
     np.testing.assert_allclose(same @ beta, 0, atol=1e-10)
     assert facts["retained_mean"] < 1e-6  # the root of rounding
     assert facts["notes"] == [
-        'projection: 0.0% of the mean\'s norm is left; set projection = "affine" or coordinates = "uncentred"'
+        "projection: 0.0% of the mean's norm is left; "
+        'set projection = "affine", or basis and coordinates to "uncentred"'
     ]
     beta, facts = fedtar_coefficients(G, Z, LABELS, MapSettings())
     np.testing.assert_allclose(same @ beta, same[:, 0], atol=1e-10)

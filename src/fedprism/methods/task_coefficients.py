@@ -166,7 +166,7 @@ def fedtar_coefficients(
     if size < FEEBLE * mean:
         notes.append(
             f"projection: {size / mean:.1%} of the mean's norm is left; "
-            'set projection = "affine" or coordinates = "uncentred"'
+            'set projection = "affine", or basis and coordinates to "uncentred"'
         )
     facts = {
         "beta": beta.tolist(),
