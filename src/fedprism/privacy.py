@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
 from scipy.special import log_ndtr, logsumexp, ndtri
 from torch import Tensor
 
@@ -176,27 +177,28 @@ def noise_for(
     if not 0 < rate <= 1 or steps < 1:
         raise ValueError(f"privacy: got rate {rate} and {steps} steps, needs a rate in (0, 1] and steps >= 1")
 
-    def fits(noise: float) -> bool:
-        return spent_epsilon([*besides, Release(1 / noise, rate, steps)], delta, by) <= epsilon
+    def excess(log_noise: float) -> float:
+        noise = Release(math.exp(-log_noise), rate, steps)
+        return spent_epsilon([*besides, noise], delta, by) - epsilon
 
-    high = 1.0
-    while not fits(high):
-        high *= 2
-        if high > MOST_NOISE:
+    high = 0.0  # natural logarithms of multipliers
+    while excess(high) > 0:
+        high += math.log(2)
+        if high > math.log(MOST_NOISE):
             raise ValueError(
                 f"privacy: epsilon {epsilon:g} at delta {delta:g} is out of reach for {steps} steps of rate "
                 f"{rate:g} ({by or accountant()} accountant), whatever the noise; raise epsilon"
                 + (" or lower the share of the features" if besides else "")
             )
-    low = high / 2
-    while low > LEAST_NOISE and fits(low):
-        low, high = low / 2, low
-    if low <= LEAST_NOISE:
-        return high
-    while high - low > SEARCH_ACCURACY * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    low = high - math.log(2)
+    while low > math.log(LEAST_NOISE) and excess(low) <= 0:
+        low, high = low - math.log(2), low
+    if low <= math.log(LEAST_NOISE):
+        return math.exp(high)
+    found = float(brentq(excess, low, high, xtol=SEARCH_ACCURACY / 4, rtol=1e-12))
+    while excess(found) > 0:  # the search ends on either side of the crossing
+        found += SEARCH_ACCURACY / 4
+    return math.exp(found)
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,8 @@ def plan(
     feature_share in (0, 1), needed with releases: the features together get the squared ratio
     feature_share * m^2 with m of `gaussian_ratio`; the updates' noise is what the joint account then allows.
     Raises ValueError for values out of range and for an epsilon out of reach."""
+    if steps < 1 or not 0 < rate <= 1:
+        raise ValueError(f"privacy: got {steps} steps of rate {rate}, needs steps >= 1 and a rate in (0, 1]")
     if releases and not 0 < feature_share < 1:
         raise ValueError(
             f"privacy: feature_share is {feature_share}, must be in (0, 1) where features are sent"
@@ -308,7 +312,7 @@ class SecureNoise:
 
     def normal(self, shape: Sequence[int]) -> Tensor:
         """Standard normal values, float32, by the inverse of the distribution function."""
-        uniform = self._bits(math.prod(shape)) + 2.0**-54  # the middle of the cell, never 0
+        uniform = self._bits(math.prod(shape)) + 2.0**-53  # middle of a cell: never 0, never 1
         return torch.from_numpy(ndtri(uniform)).to(torch.float32).reshape(tuple(shape))
 
     def uniform(self, n: int) -> Tensor:
@@ -317,7 +321,7 @@ class SecureNoise:
 
     @staticmethod
     def _bits(n: int) -> Any:
-        return (np.frombuffer(secrets.token_bytes(8 * n), dtype=np.uint64) >> np.uint64(11)) * 2.0**-53
+        return (np.frombuffer(secrets.token_bytes(8 * n), dtype=np.uint64) >> np.uint64(12)) * 2.0**-52
 
 
 def noise_source(kind: str, generator: torch.Generator) -> NoiseSource:
@@ -346,20 +350,17 @@ def add_noise(tree: Tree, std: float, source: NoiseSource) -> Tree:
     return {name: noisy[name] for name in tree}
 
 
-def noisy_mean(values: Tensor, limit: float, std: float, source: NoiseSource) -> Tensor:
-    """The mean of vectors clipped to norm `limit`, with Normal(0, std^2) noise on every entry.
+def clipped_sum(values: Tensor, limit: float) -> Tensor:
+    """The sum over records of their vectors, each scaled down to norm `limit` > 0 where it is longer.
 
-    values: (n, ...) one array per record, clipped over all its entries; n >= 1 is public. Under add or remove
-    of a record the mean's sensitivity is limit / n, under replacement 2 limit / n. Returns (...) float64;
-    scale, centre and symmetrise it afterwards (that costs nothing). Raises ValueError for no or not finite
-    values."""
-    if not len(values) or not bool(torch.isfinite(values).all()):
-        raise ValueError(f"privacy: got {len(values)} feature vectors, needs at least one, all finite")
-    flat = values.reshape(len(values), -1).double()
+    values: (n, ...) one array per record, its norm taken over all its entries. Returns (...) float64; adding
+    or removing a record moves it by at most `limit`. Raises ValueError for values that are not finite."""
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("privacy: got feature vectors that are not finite, nothing bounds them; mask them")
+    flat = values.flatten(1).double() if values.ndim > 1 else values[:, None].double()
     sizes = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-    mean = (flat * (limit / sizes.clamp_min(limit))).sum(0) / len(values)
-    noisy: Tensor = mean + std * source.normal(mean.shape).to(mean)
-    return noisy.reshape(values.shape[1:])
+    total: Tensor = (flat * (limit / sizes.clamp_min(limit))).sum(0)
+    return total.reshape(values.shape[1:])
 
 
 def symmetrise(square: Tensor) -> Tensor:
