@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fedprism import privacy, trees
 from fedprism.privacy import Release, SeededNoise, gaussian_delta, gaussian_epsilon, gaussian_ratio
+from fedprism.protocol import Client
 from fedprism.storage import decode, encode
 from fedprism.training import (
     PrivateFeatures,
@@ -475,15 +475,15 @@ class WithFeatures(PrivateFeatures):
         return 2
 
 
-def feature_clients(n: int) -> Iterator[Any]:
+def feature_client(n: int) -> Client:
     client = quadratic_clients((1.0,), (3.0,))[0]
     client.data = {"train": TinyRows(a=torch.ones(n), b=torch.ones(n))}
-    yield client
+    return client
 
 
 @pytest.mark.parametrize(("unit", "sensitivity"), [("record", 0.5 / 40), ("client", 2 * 0.5)])
 def test_feature_noise_is_the_sensitivity_over_the_planned_ratio(unit: Any, sensitivity: float) -> None:
-    client = next(feature_clients(40))
+    client = feature_client(40)
     cfg = WithFeatures(
         rounds=2, local_steps=2, batch_size=4, dp=unit, feature_share=0.2, optimizer="sgd", weight_decay=0.0
     )
@@ -498,7 +498,7 @@ def test_feature_noise_is_the_sensitivity_over_the_planned_ratio(unit: Any, sens
 
 
 def test_features_and_updates_of_a_client_spend_one_budget() -> None:
-    client = next(feature_clients(40))
+    client = feature_client(40)
     cfg = WithFeatures(rounds=2, local_steps=2, batch_size=4, dp="record", feature_share=0.2)
     start, total = {"w": torch.zeros(1, dtype=torch.float64)}, torch.ones(3, dtype=torch.float64)
     for _ in range(2):
@@ -510,8 +510,17 @@ def test_features_and_updates_of_a_client_spend_one_budget() -> None:
             private_mean(cfg, client, total, 40, 0.5)
 
 
+@pytest.mark.parametrize(("n", "limit"), [(40, 0.0), (0, 1.0)])
+def test_features_that_nothing_bounds_are_not_released(n: int, limit: float) -> None:
+    client = feature_client(40)
+    cfg = WithFeatures(dp="record")
+    with pytest.raises(ValueError, match="set feature_clip"):
+        private_mean(cfg, client, torch.ones(3), n, limit)
+    assert client.state == {}
+
+
 def test_features_without_privacy_are_the_mean() -> None:
-    client = next(feature_clients(4))
+    client = feature_client(4)
     total = torch.tensor([2.0, 6.0], dtype=torch.float64)
     assert private_mean(WithFeatures(), client, total, 4, 1.0).tolist() == [0.5, 1.5]
     assert client.state == {}

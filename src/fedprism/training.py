@@ -446,12 +446,17 @@ def private_mean(cfg: PrivateFeatures, client: Any, total: Tensor, n: int, limit
     total: sum of vectors of norm at most `limit` (`privacy.clipped_sum`), `limit` chosen without the data;
     n >= 1 is public. Noise: sensitivity limit / n of adding or removing a record, 2 limit of replacing the
     client's data, over the budget's feature ratio. Scaling, centring and symmetrising come after, on the
-    server. The phase declares `privacy` among what it keeps. Raises ValueError past the budget."""
-    mean = total / n
+    server. The phase declares `privacy` among what it keeps. Raises ValueError past the budget, and where
+    dp is on for a limit or n that bounds nothing."""
     if cfg.dp == "off":
-        return mean
+        return total / n
+    if n < 1 or not 0 < limit < math.inf:
+        raise ValueError(
+            f"privacy: got features of {n} records clipped to {limit}, needs records and a norm > 0 that is "
+            "set before looking at the data; set feature_clip (1 is usual)"
+        )
     budget = budget_of(cfg, client)
     _charge(client, budget, releases=1)
     sensitivity = limit / n if cfg.dp == "record" else 2 * limit
     source = privacy.noise_source(cfg.noise_source, client.generator)
-    return privacy.add_noise({"mean": mean}, sensitivity / budget.feature_ratio, source)["mean"]
+    return privacy.add_noise({"mean": total / n}, sensitivity / budget.feature_ratio, source)["mean"]
