@@ -15,6 +15,7 @@ from fedprism.methods.registry import METHODS, get_method
 from fedprism.protocol import Ask, Client, tensors_in
 from fedprism.storage import RunDirectory
 from tests.tiny import Linear, drive, facts_of, mixed_clients, table_clients
+from tests.tiny_moe import routed_clients
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fedsee": {
@@ -49,16 +50,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedprox": {"rounds": 4, "batch_size": 8, "lr": 0.05, "straggler_fraction": 0.5},
     "ditto": {"rounds": 4, "batch_size": 8, "lr": 0.05, "split": "sequential", "budget": "halved"},
     "ifca": {"rounds": 4, "batch_size": 8, "lr": 0.05, "n_clusters": 2, "share_body": True},
+    "fedtar": {"rounds": 4, "batch_size": 8, "participation": 0.75, "refresh": 2, "n_clusters": 2},
     "fedsee_geometry": {"projections": "all", "steps": 6, "router_steps": 4, "batch_size": 8, "lr": 0.05},
 }
 DEFAULT: dict[str, Any] = {"rounds": 4, "batch_size": 8, "lr": 0.05}
 # Methods of models with an encoder and a head.
 ON_TABLES: set[str] = {"fedspm", "feddrm_separate", "ifca", "fedbabu", "fedgmm", "feddrm"}
+ON_EXPERTS: set[str] = {"fedtar"}  # methods of models with routed experts
 
 
 def prepared(name: str) -> tuple[Any, Any, dict[int, Client]]:
     method = get_method(name)
-    clients = table_clients() if name in ON_TABLES else mixed_clients(3, 2, n=20, model=Linear(3, rank=2))
+    if name in ON_EXPERTS:
+        clients = routed_clients(4, n=20, n_tasks=2)
+    else:
+        clients = table_clients() if name in ON_TABLES else mixed_clients(3, 2, n=20, model=Linear(3, rank=2))
     return method, method.config(**SETTINGS.get(name, DEFAULT)), clients
 
 

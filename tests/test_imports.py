@@ -20,7 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT: dict[str, list[str]] = {
     "trees": [],
     "protocol": [],
-    "training": ["trees"],
+    "training": ["privacy", "trees"],
     "privacy": ["trees"],
     "models": ["models.*", "trees"],
     "data": ["data.*"],

@@ -867,6 +867,34 @@ def lab_fedspm(
     }  # fmt: skip
 
 
+def lab_fedtar_steps() -> int:
+    """Number of steps that `lab_fedtar` reports."""
+    from fedprism.theory import task_projection
+
+    return len(task_projection.CHECKS) + 1
+
+
+def lab_fedtar(
+    *, quick: bool = False, on_done: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:  # fmt: skip
+    """FedTAR's laboratory: checks A1 to A9 of the server step and table T1 of what it keeps.
+
+    quick: fewer seeds. on_done: told each step's name. Returns a JSON-ready dict like `lab_fedspm`."""
+    from fedprism.theory import task_projection
+
+    seeds = list(task_projection.QUICK_SEEDS if quick else task_projection.SEEDS)
+    checks = task_projection.run_checks(seeds, on_done=on_done)
+    table = task_projection.retained_table(seeds)
+    on_done(table.id)
+    return {
+        "name": "fedtar", "quick": quick, "seeds": {"checks": seeds, "T1": seeds}, "versions": versions(),
+        "checks": [asdict(check) for check in checks],
+        "tables": [{**asdict(table), "ok": table.ok}],
+        "curves": {name: draw(seeds) for name, draw in task_projection.CURVES.items()},
+        "ok": all(check.ok for check in checks) and table.ok,
+    }  # fmt: skip
+
+
 def _ship_fedspm(sample: Any, n_classes: int, seed: int, settings: Mapping[str, Any]) -> Any:
     """The shipped FedSPM on a `theory.profile_likelihood.Sample`, with encoders that are the identity.
 

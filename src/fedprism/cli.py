@@ -295,6 +295,27 @@ def lab_fedspm(
         _show_laboratory(result, json_file, out, "every check and every study holds")
 
 
+@lab.command("fedtar")
+def lab_fedtar(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the figures.")] = Path("runs/lab_fedtar"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """FedTAR's laboratory: what the server step computes, what it loses, and when it is the plain mean.
+
+    Exit status 1 if a check or the table fails."""
+    with _faults():
+        from fedprism import api
+
+        _check_targets(json_file, out)
+        with _steps(api.lab_fedtar_steps(), quiet) as on_done:
+            result = api.lab_fedtar(quick=quick, on_done=on_done)
+        _show_laboratory(result, json_file, out, "every check and the table hold")
+
+
 def _check_targets(json_file: Path | None, out: Path) -> None:
     """Refuse, before anything is computed, a file or a folder that can't be written."""
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):

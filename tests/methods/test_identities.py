@@ -48,6 +48,13 @@ def one_table() -> dict[int, Client]:
     return table_clients(m=1)
 
 
+def one_adapter() -> dict[int, Client]:
+    """A federation of one client with low-rank adapters, whose rows come in one order."""
+    clients = {0: mixed_clients(1, 2, n=20, model=Linear(3, rank=2))[0]}
+    clients[0].data = {split: InOrder(**rows.columns) for split, rows in clients[0].data.items()}
+    return clients
+
+
 def adapters() -> dict[int, Client]:
     """Clients with low-rank adapters, whose head is frozen."""
     return {i: c for i, c in mixed_clients(3, 2, n=20, model=Linear(3, rank=2)).items() if i >= 0}
@@ -127,6 +134,7 @@ class Identity:
 
 
 FEDAVG = Side("fedavg", of_state("w"))
+LOCAL = Side("local_only", predictions, {"persist_optimizer": False})
 ONE_GAUSSIAN = {"n_gaussians": 1, "pretrain_rounds": 0, "average": "samples"}
 ROWS = [
     Identity(Side("fedprox", of_state("w"), {"mu": 0.0}), FEDAVG, tables),
@@ -172,6 +180,14 @@ ROWS = [
     Identity(Side("fedbabu", predictions, {"finetune_epochs": 2}),
              Side("fedavg_ft", predictions, {"finetune_epochs": 2}), adapters),
     Identity(Side("fedit", of_state("w")), FEDAVG, adapters),
+    Identity(Side("fedsvd", of_state("up"), {"period": 0}), Side("ffa_lora", of_state("shared")), adapters),
+    Identity(Side("fedsvd", predictions, {"period": 0}), Side("ffa_lora", predictions), adapters,
+             shared={"participation": 0.5, "weights": "uniform"}),
+    Identity(Side("fedsvd", predictions, {"period": 9}), Side("ffa_lora", predictions), adapters),
+    Identity(Side("fedex_lora", of_state("w")), Side("fedit", of_state("w")), one_adapter),
+    Identity(Side("fedit", predictions), LOCAL, one_adapter),
+    Identity(Side("fedex_lora", predictions), LOCAL, one_adapter),
+    Identity(Side("fedsa_lora", predictions), LOCAL, one_adapter),
 ]  # fmt: skip
 SOLVERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "momentum": 0.5, "weight_decay": 0.01, "clip": 1.0, "lr": 0.05},
@@ -222,6 +238,10 @@ def differing() -> list[Identity]:
         Identity(Side("fedbabu", predictions, {"finetune_epochs": 0}), Side("fedavg", predictions), tables),
         Identity(Side("scaffold", of_state("x")), FEDAVG, tables),
         Identity(Side("fedem", of_state("components", 0), {"n_components": 2}), FEDAVG, tables),
+        Identity(Side("fedsvd", predictions, {"period": 1}), Side("ffa_lora", predictions), adapters),
+        Identity(Side("fedex_lora", predictions), Side("fedit", predictions), adapters),
+        Identity(Side("fedsa_lora", predictions), Side("fedit", predictions), adapters),
+        Identity(Side("ffa_lora", predictions), Side("fedit", predictions), adapters),
     ]  # fmt: skip
 
 

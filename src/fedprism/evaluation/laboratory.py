@@ -1,7 +1,7 @@
 """A laboratory's results as tables and figures: published, expected and measured values side by side.
 
-Reads the JSON-ready dict that `api.lab_fedsee` and `api.lab_fedspm` return (and `--json` writes); nothing is
-computed here but means for the figures.
+Reads the JSON-ready dict that `api.lab_fedsee`, `api.lab_fedspm` and `api.lab_fedtar` return (and `--json`
+writes); nothing is computed here but means for the figures.
 """
 
 from __future__ import annotations
@@ -357,7 +357,61 @@ def feasible_figure(curve: Mapping[str, Any]) -> Figure:
     return figure
 
 
+FORMS = {
+    "affine": "affine", "augmented": "augmented", "literal": "literal", "uncentred": "literal, uncentred z",
+    "none": "no projection",
+}  # fmt: skip
+
+
+def retained_figure(curve: Mapping[str, Any]) -> Figure:
+    """Norm left of the clustered average against what clients share, a line per projection."""
+    figure, (ax,) = _new(3.3)
+    for k, (name, label) in enumerate((n, label) for n, label in FORMS.items() if n in curve):
+        size = 9 if name == "affine" else 4  # two lines lie on one another
+        ax.plot(
+            curve["x"], curve[name], color=PALETTE[k], marker=MARKERS[k], ms=size, lw=size / 3, label=label
+        )
+    _finish(ax, "shared component of the updates over the groups' own", "share of the norm that is left")
+    ax.legend(frameon=False, fontsize=8.5)
+    return figure
+
+
+def ridge_figure(curve: Mapping[str, Any]) -> Figure:
+    """Norm left by the literal step against an absolute ridge, a line per scale of the updates."""
+    figure, (ax,) = _new(3.3)
+    for k, (scale, left) in enumerate(curve["scales"].items()):
+        ax.plot(
+            curve["x"], left, color=PALETTE[k], marker=MARKERS[k], ms=4, lw=1.5, label=f"updates × {scale}"
+        )
+    ax.axhline(curve["relative"], color=FAINT, ls="--", lw=1.3, label="relative ridges, any scale")
+    ax.set_xscale("log")
+    _finish(ax, "absolute ridge λ", "share of the norm that is left")
+    ax.legend(frameon=False, fontsize=8.5)
+    return figure
+
+
+def coefficients_figure(curve: Mapping[str, Any]) -> Figure:
+    """The coefficient of every client under each projection; dotted lines part the true groups."""
+    figure, (ax,) = _new(3.3)
+    clients, groups = range(len(curve["groups"])), curve["groups"]
+    for k, (name, beta) in enumerate(curve["beta"].items()):
+        at = [i + 0.12 * (k - 1.5) for i in clients]
+        ax.plot(at, beta, ls="", color=PALETTE[k], marker=MARKERS[k], ms=5, label=FORMS[name])
+    for i in clients[1:]:
+        if groups[i] != groups[i - 1]:
+            ax.axvline(i - 0.5, color=FAINT, ls=":", lw=1)
+    ax.axhline(0, color=FAINT, lw=1)
+    ax.set_xlabel("client")
+    ax.set_ylabel("coefficient β")
+    ax.grid(axis="y")
+    ax.legend(frameon=False, fontsize=8.5)
+    return figure
+
+
 FIGURES = {
+    "retained_norm": retained_figure,
+    "ridge_against_scale": ridge_figure,
+    "client_coefficients": coefficients_figure,
     "recovery_against_impurity": impurity_figure,
     "identity_against_set_error": identity_figure,
     "nonidentifiability_against_size": size_figure,

@@ -174,15 +174,26 @@ def serve_models(cfg: Any, state: ModelsState) -> Body:
 
 
 def by_task(client: Client, got: Body, cfg: Any) -> Callable[[Batch], Outputs]:
-    """Each example by the model of its true task (an oracle choice)."""
+    """Each example by the model of its true task (an oracle choice); where there is one model, by that.
+
+    A mixed batch goes through the models in parts and drops what only a whole batch has, such as the past of
+    a text that is being written."""
+    model: Model = client.model
+    models, order = got["models"], got["order"]
 
     def predict(batch: Batch) -> Outputs:
-        logits = torch.zeros(len(batch["task"]), client.model.n_classes)
-        for task in batch["task"].unique().tolist():
-            mine = batch["task"] == task
-            part = {name: value[mine] for name, value in batch.items()}
-            logits[mine] = client.model.apply(got["models"][got["order"][task]], part).logits
-        return Outputs(logits)
+        names = [order[task] for task in batch["task"].tolist()] if len(models) > 1 else list(models)
+        if len(set(names)) == 1:
+            return model.apply(models[names[0]], batch)
+        rows = {name: value for name, value in batch.items() if getattr(value, "ndim", 0)}
+        parts, places = [], []
+        for name in dict.fromkeys(names):
+            mine = torch.tensor([k for k, other in enumerate(names) if other == name])
+            part = {key: value[mine.to(value.device)] for key, value in rows.items()}
+            parts.append(model.apply(models[name], part).logits)
+            places.append(mine)
+        logits = torch.cat(parts)  # (b, C), of a language model (b, T, V), model by model
+        return Outputs(logits[torch.cat(places).argsort().to(logits.device)])
 
     return predict
 
