@@ -20,7 +20,7 @@ from fedprism.engines.inprocess import InProcess
 from fedprism.methods.registry import METHODS
 from fedprism.protocol import Ask, Reply, tensors_in
 from fedprism.storage import MARKER, RunDirectory
-from tests.test_contracts import ON_TABLES
+from tests.test_contracts import ON_EXPERTS, ON_TABLES
 from tests.tiny_text import WORDS, Stopped, Tiny, Watch, left_behind, rows, without_times, write_task
 
 Whole = tuple[Path, dict[str, Any], Watch]
@@ -215,8 +215,8 @@ def stop(tiny: Tiny, out: Path, watch: Watch, *names: str, **changes: Any) -> No
     assert not (out / "summary.json").exists()
 
 
-# Methods of an encoder and a head are interrupted in test_array_runs.
-ON_TEXT = [m for m in METHODS if m not in {"untrained", "fedsee_geometry", *ON_TABLES}]
+# Methods of an encoder and a head are interrupted in test_array_runs, those of routed experts in test_contracts.
+ON_TEXT = [m for m in METHODS if m not in {"untrained", "fedsee_geometry", *ON_TABLES, *ON_EXPERTS}]
 
 
 @pytest.mark.parametrize("name", ON_TEXT)
