@@ -215,7 +215,7 @@ def stop(tiny: Tiny, out: Path, watch: Watch, *names: str, **changes: Any) -> No
     assert not (out / "summary.json").exists()
 
 
-# Methods of an encoder and a head are interrupted in test_array_runs, those of routed experts in test_contracts.
+# Methods of an encoder and a head are interrupted in test_array_runs, of routed experts in test_contracts.
 ON_TEXT = [m for m in METHODS if m not in {"untrained", "fedsee_geometry", *ON_TABLES, *ON_EXPERTS}]
 
 
