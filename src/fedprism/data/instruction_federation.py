@@ -334,7 +334,8 @@ def _benchmark(
     both = tokenize_instructions(prompts, references, tokenizer, max_length)
     if METRICS[name] == "choice":
         each = [prompt for prompt in prompts for _ in LETTERS]
-        options = tokenize_instructions(each, list(LETTERS) * len(prompts), tokenizer, max_length)
+        letters = list(LETTERS) * len(prompts)
+        options = tokenize_instructions(each, letters, tokenizer, max_length, ends=False)
         return Benchmark(name, "choice", references, both, options=options)
     alone = tokenize_instructions(prompts, None, tokenizer, max_length)
     return Benchmark(name, METRICS[name], references, both, prompts=alone)

@@ -30,13 +30,13 @@ class Cuts:
 
 def tokenize_instructions(
     prompts: Sequence[str], responses: Sequence[str] | None, tokenizer: Any, max_length: int,
-    columns: Mapping[str, torch.Tensor] | None = None, cuts: Cuts | None = None,
+    columns: Mapping[str, torch.Tensor] | None = None, cuts: Cuts | None = None, ends: bool = True,
 ) -> Rows:  # fmt: skip
     """Rows of prompts, each with its response and the end token marked in `response`, at most max_length
     tokens (truncation: see the module).
 
     prompts: n texts. responses: n texts, or None for prompts alone. columns: `row` and `task`; the default
-    counts rows from 0 in task 0."""
+    counts rows from 0 in task 0. cuts: is added to. ends: whether the end token follows a response."""
     heads = _encode(tokenizer, prompts, special=True)
     end, start = tokenizer.eos_token_id, getattr(tokenizer, "bos_token_id", None)
     heads = [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in heads]  # some append it
@@ -46,7 +46,7 @@ def tokenize_instructions(
     lengths: list[int] = []
     cuts = cuts or Cuts()
     for head, tail in zip(heads, tails, strict=True):
-        answer = tail if responses is None else [*tail, end]
+        answer = [*tail, end] if ends and responses is not None else tail
         room = max(max_length - len(answer), min(len(head), max_length // PROMPT_SHARE))
         cut = _cut_left(head, room, start)
         kept = answer[: max_length - len(cut)]
