@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedprism.data.catalogue import ARRAYS, DATASETS
+from fedprism.data.catalogue import ARRAYS, DATASETS, INSTRUCTIONS
 from fedprism.data.images import ISIC_CENTERS, decode_residual, load_images
 from fedprism.data.sources import TEXT_TASKS, dataset_root
 
@@ -26,8 +26,8 @@ Images = dict[str, NDArray[np.uint8]]
 # ---- what ships ----------------------------------------------------------------------------------
 
 
-def test_catalogue_lists_texts_images_and_tables() -> None:
-    assert set(DATASETS) == set(TEXT_TASKS) | set(ARRAYS)
+def test_catalogue_lists_texts_images_tables_and_instructions() -> None:
+    assert set(DATASETS) == set(TEXT_TASKS) | set(ARRAYS) | set(INSTRUCTIONS)
     assert {"fashion_mnist", "cifar10", "cifar100", "dermoscopy", "fed_isic", "heart"} == set(ARRAYS)
     readme = (dataset_root() / "README.md").read_text()
     for source in ARRAYS.values():

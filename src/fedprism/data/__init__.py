@@ -10,6 +10,7 @@ from fedprism.data.image_federation import (
     build_natural_federation,
     preview,
 )
+from fedprism.data.instruction_federation import InstructionFederation, build_instruction_federation
 from fedprism.data.sources import dataset_root, load_text_task
 from fedprism.data.text import Rows
 
@@ -19,10 +20,12 @@ __all__ = [
     "ArrayRows",
     "Federation",
     "ImageRows",
+    "InstructionFederation",
     "Preview",
     "Rows",
     "TableRows",
     "build_image_federation",
+    "build_instruction_federation",
     "build_natural_federation",
     "build_text_federation",
     "dataset_root",

@@ -1,5 +1,5 @@
 """Every data set fedprism can read by name: what it is, its classes, rows, licence; file, size and checksum
-of the ones that ship. Text tasks are described in `sources.py`; images and tables here.
+of the ones that ship. Text tasks are described in `sources.py`; images, tables and instructions here.
 """
 
 from __future__ import annotations
@@ -141,4 +141,80 @@ ARRAYS: dict[str, ArraySource] = {
     )
 }
 
-DATASETS: dict[str, TextSource | ArraySource] = {**TEXT_TASKS, **ARRAYS}
+
+@dataclass(frozen=True)
+class InstructionSource:
+    """Instructions for language models that ship with fedprism.
+
+    name: as in `data.sources`. what: the data set in words. levels: what a category can be, the default first
+    ("one": the whole source is one). splits: rows of each part; clients train on "train" alone. licence:
+    short form; the whole note stands beside the file. commercial: whether the licence plainly allows
+    commercial use. sha256, bytes: of the parquet file."""
+
+    name: str
+    what: str
+    levels: tuple[str, ...]
+    splits: Mapping[str, int]
+    licence: str
+    commercial: bool
+    sha256: str
+    bytes: int
+
+    @property
+    def file(self) -> str:
+        """File name below `dataset_root()`."""
+        return f"{self.name}.parquet"
+
+    @property
+    def rows(self) -> int:
+        """Rows over all parts."""
+        return sum(self.splits.values())
+
+
+INSTRUCTIONS: dict[str, InstructionSource] = {
+    source.name: source
+    for source in (
+        InstructionSource(
+            name="dolly",
+            what="Dolly, instructions in 8 categories (subset)",
+            levels=("categories", "one"),
+            splits={"train": 4_800, "test": 600},
+            licence="CC BY-SA 3.0",
+            commercial=True,
+            sha256="84ed2e1457ddad6b9991eafbfaa53504a775a612c10a4b99f9f0be208806dbe7",
+            bytes=1_552_995,
+        ),
+        InstructionSource(
+            name="gsm8k",
+            what="GSM8K, grade school mathematics (subset)",
+            levels=("one",),
+            splits={"train": 3_000, "test": 600},
+            licence="MIT",
+            commercial=True,
+            sha256="bd61a354af903785236b63ec0ad8438b122f12b2859189ac21ce79a91ddbeb65",
+            bytes=574_669,
+        ),
+        InstructionSource(
+            name="bbh",
+            what="BIG-Bench Hard, 27 tasks of reasoning",
+            levels=("one", "groups", "tasks"),
+            splits={"train": 5_210, "test": 1_301},
+            licence="MIT",
+            commercial=True,
+            sha256="e621fa6d1ab7302b0e4342d087a0f84c5a803ca4fd340caac356b21ec23cf450",
+            bytes=244_433,
+        ),
+        InstructionSource(
+            name="mmlu",
+            what="MMLU, multiple choice in 57 subjects (subset)",
+            levels=("one", "subjects"),
+            splits={"train": 285, "validation": 455, "test": 1_425},
+            licence="MIT",
+            commercial=True,
+            sha256="55ff660230ea29254b70b2ad51128e28ba5fbdef12b53c9580188473a4e9a591",
+            bytes=316_067,
+        ),
+    )
+}
+
+DATASETS: dict[str, TextSource | ArraySource | InstructionSource] = {**TEXT_TASKS, **ARRAYS, **INSTRUCTIONS}

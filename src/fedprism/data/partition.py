@@ -254,15 +254,17 @@ def dirichlet_by_class(
     rng: np.random.Generator,
     *,
     min_examples: int = 1,
+    setting: str = "alpha_inter",
 ) -> list[NDArray[np.int64]]:
     """Per client ascending positions, disjoint and together all (FedSPM spec 6, item 2).
 
     Each class's shuffled rows are cut in shares drawn from Dir(alpha, ..., alpha) over the clients; all is
     drawn anew, at most 100 times, while a client has fewer than min_examples rows. label: (n,) classes.
-    Raises ValueError for alpha <= 0, no clients, or a client that stays too small."""
+    setting: name of the key of [data] that holds alpha, for messages. Raises ValueError for alpha <= 0, no
+    clients, or a client that stays too small."""
     if n_clients < 1:
         raise ValueError(f"partition: got {n_clients} clients, needs at least 1; correct data.clients")
-    _check_concentration("alpha_inter", alpha)
+    _check_concentration(setting, alpha)
     rows = [np.flatnonzero(label == k) for k in np.unique(label)]
     sizes = np.zeros(n_clients, dtype=np.int64)
     for _ in range(DRAWS):
@@ -277,8 +279,8 @@ def dirichlet_by_class(
             return [np.sort(np.concatenate(part)).astype(np.int64) for part in parts]
     raise ValueError(
         f"partition: client {int(sizes.argmin())} got {sizes.min()} examples in the last of {DRAWS} draws, "
-        f"needs {min_examples} (alpha_inter={alpha}, {n_clients} clients, {len(label)} examples); raise "
-        "data.alpha_inter or lower data.min_examples or data.clients"
+        f"needs {min_examples} ({setting}={alpha}, {n_clients} clients, {len(label)} examples); raise "
+        f"data.{setting} or lower data.min_examples or data.clients"
     )
 
 

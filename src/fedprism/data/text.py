@@ -31,7 +31,8 @@ class Rows:
     columns: name -> (n,) tensor; at least `label`, `task` (index in the federation's tasks) and `row` (an id,
     unique over the federation's data), all int64. tokens: (total,) int32 ids, row i at
     offsets[i]:offsets[i + 1]. offsets: (n + 1,) int64. token_types: (total,) int32, or None where the
-    tokenizer gives none. features: (n, d) float32 in place of the text, or None. pad: id of the padding."""
+    tokenizer gives none. response: (total,) bool, the tokens that a language model is scored on, or None.
+    features: (n, d) float32 in place of the text, or None. pad: id of the padding."""
 
     columns: Mapping[str, Tensor]
     tokens: Tensor | None = None
@@ -39,6 +40,7 @@ class Rows:
     token_types: Tensor | None = None
     features: Tensor | None = None
     pad: int = 0
+    response: Tensor | None = None
 
     def __post_init__(self) -> None:
         sizes = {name: len(column) for name, column in self.columns.items()}
@@ -52,6 +54,8 @@ class Rows:
             self.features is None
         ):
             raise ValueError("rows: needs either tokens with offsets or features, and not both")
+        if self.response is not None and (self.tokens is None or len(self.response) != len(self.tokens)):
+            raise ValueError("rows: needs a response mark for each token and tokens for each mark")
 
     def __len__(self) -> int:
         return len(self.columns["label"])
@@ -73,20 +77,27 @@ class Rows:
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         source = torch.arange(int(ends[-1])) + torch.repeat_interleave(offsets[:-1][at] - ends[:-1], lengths)
         types = None if self.token_types is None else self.token_types[source]
-        return replace(self, tokens=tokens[source], offsets=ends, token_types=types, **chosen)
+        marks = None if self.response is None else self.response[source]
+        return replace(self, tokens=tokens[source], offsets=ends, token_types=types, response=marks, **chosen)
 
     def with_features(self, features: Tensor) -> Self:
         """The same rows with (n, d) features in place of the text; batches then hold `features`."""
         if features.ndim != 2 or len(features) != len(self):
             raise ValueError(f"rows: got features of shape {tuple(features.shape)}, needs ({len(self)}, d)")
-        return replace(self, features=features.to(torch.float32), tokens=None, offsets=None, token_types=None)
+        return replace(
+            self, features=features.to(torch.float32), tokens=None, offsets=None, token_types=None,
+            response=None,
+        )  # fmt: skip
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
         """The rows of all parts, one after another. Raises ValueError for no parts or different kinds."""
         if not parts:
             raise ValueError("rows: nothing to concatenate, needs at least one part")
-        kinds = {(frozenset(p.columns), p.features is None, p.token_types is None, p.pad) for p in parts}
+        kinds = {
+            (frozenset(p.columns), p.features is None, p.token_types is None, p.response is None, p.pad)
+            for p in parts
+        }
         if len(kinds) > 1:
             raise ValueError("rows: parts differ in columns, form or padding; build them with one tokenizer")
         columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
@@ -101,6 +112,9 @@ class Rows:
             if parts[0].token_types is None
             else torch.cat([p.token_types for p in parts if p.token_types is not None]),
             pad=parts[0].pad,
+            response=None
+            if parts[0].response is None
+            else torch.cat([p.response for p in parts if p.response is not None]),
         )
 
     def batches(
@@ -119,17 +133,18 @@ class Rows:
         drawn from the generator, when this is called; the order follows from it, whatever else draws later.
         Without a generator rows come sorted by length. Every row comes once per epoch. A batch holds the
         columns and, for text, `input_ids` and `attention_mask` (and `token_type_ids`), (b, T) int64 with T
-        its longest row; for features, `features` (b, d) float32. Raises ValueError for a size, epochs or
-        steps out of range, or steps without rows."""
+        its longest row, and `response` (b, T) bool where rows have it; for features, `features` (b, d)
+        float32. Raises ValueError for a size, epochs or steps out of range, or steps without rows."""
         positions = epoch_batches(
             len(self), size, partial(self._epoch, size), epochs=epochs, steps=steps, generator=generator
         )
         return map(self._batch, positions)
 
     def content_hash(self) -> str:
-        """SHA-256 (hex) of the content without columns: tokens, offsets and token types, or features."""
+        """SHA-256 (hex) of the content without columns: tokens, offsets, token types and response marks, or
+        features."""
         digest = hashlib.sha256()
-        for name in ("tokens", "offsets", "token_types", "features"):
+        for name in ("tokens", "offsets", "token_types", "features", "response"):
             value = getattr(self, name)
             if value is not None:
                 digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
@@ -171,6 +186,8 @@ class Rows:
         }
         if self.token_types is not None:
             text["token_type_ids"] = torch.where(real, self.token_types[source].long(), 0)
+        if self.response is not None:
+            text["response"] = self.response[source] & real
         return {**text, **batch}
 
 

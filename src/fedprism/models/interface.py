@@ -2,7 +2,8 @@
 
 Models are functional: trainable tensors live in trees outside the model, the model itself holds only
 frozen weights. One model object serves every client of a run. `Model` is what every method can train and
-score; `FeatureModel` is a classifier head on an encoder of its own, with a second encoder for routing.
+score; `FeatureModel` is a classifier head on an encoder of its own, with a second encoder for routing;
+`LanguageModel` predicts tokens and routes each of them to experts.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ class Outputs:
     usage_sum: (P, b, M) routing probabilities summed over the real tokens of each example, for P adapted
         projections in the order of `Model.projections`; None without a router. Gradients flow through it.
     tokens: (b,) number of real (not padding) tokens of each example; None without a router.
+    past: keys and values of a language model that was asked to keep them (`LanguageModel.apply`).
     """
 
     logits: Tensor
     usage_sum: Tensor | None = None
     tokens: Tensor | None = None
+    past: Any = None
 
     @property
     def usage(self) -> Tensor:
@@ -160,3 +163,36 @@ class FeatureModel(Model):
                 "pass bank=None"
             )
         return Outputs(self.classify(tree, self.encode(tree, batch)))
+
+
+class LanguageModel(Model):
+    """A causal language model with routed experts, frozen but for low-rank pairs on the experts' matrices.
+
+    Blocks: "lora_A" with names `lora_A.<layer>.gate_up` (K, r, hidden), `lora_A.<layer>.down` (K, r, inner),
+        "lora_B" with `lora_B.<layer>.gate_up` (K, 2 inner, r), `lora_B.<layer>.down` (K, hidden, r); router
+        and head are empty. The rank is read off the tensors at every call, the scale stays that of the
+        configured one.
+    n_layers: L layers with routed experts.   n_experts: K of them per layer, shared ones not counted.
+    vocabulary: V = n_classes.   tokenizer: of the model.
+    A batch holds input_ids (b, T) padded on the right, attention_mask (b, T) and response (b, T) bool: the
+        tokens whose prediction counts.
+    """
+
+    projections = ()
+    n_layers: int
+    n_experts: int
+    vocabulary: int
+    tokenizer: Any
+
+    def per_example_loss(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """(b,) mean nats per response token, each predicted from the tokens before it; 0 without any."""
+        counts = batch["response"][:, 1:].to(torch.float32)
+        nats = F.cross_entropy(
+            outputs.logits[:, :-1].float().transpose(1, 2), batch["input_ids"][:, 1:], reduction="none"
+        )
+        return (nats * counts).sum(1) / counts.sum(1).clamp(min=1)
+
+    @abc.abstractmethod
+    def routing(self, tree: Tree, batch: Batch) -> Tensor:
+        """(L, b, T, K) float32 router probabilities of every layer before top-k, padding included (FedTAR
+        spec 4). Without gradients."""
