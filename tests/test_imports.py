@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,12 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in SOURCES}
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Every node of a file's syntax tree, parsed once."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def resolve(dotted: str) -> str:
     """The module that a dotted name belongs to: "trees.add" is in "trees"."""
     while dotted and dotted not in MODULES:
@@ -77,11 +84,12 @@ def resolve(dotted: str) -> str:
     return dotted
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Modules of ours that a file imports, wherever in it; "" is the package itself."""
     found: set[str] = set()
     here = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -95,7 +103,7 @@ def imports(path: Path) -> set[str]:
             for n in names
             if n.split(".")[0] == "fedprism"
         }
-    return found
+    return frozenset(found)
 
 
 def allowed(name: str, imported: str) -> bool:
@@ -109,9 +117,9 @@ def allowed(name: str, imported: str) -> bool:
     )
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
-    """All calls with the dotted name of what is called."""
-    for node in ast.walk(tree):
+def calls(found: list[ast.AST]) -> Iterator[tuple[ast.Call, str]]:
+    """The calls among nodes, with the dotted name of what is called."""
+    for node in found:
         if isinstance(node, ast.Call):
             yield node, ast.unparse(node.func)
 
@@ -162,20 +170,20 @@ def test_init_files_hold_only_exports() -> None:
                 assert docstring or exports, f"{path}: {ast.unparse(node)[:80]}"
 
 
-def asks_elsewhere(source: str) -> list[int]:
+def asks_elsewhere(found: list[ast.AST]) -> list[int]:
     """Lines with an `Ask(` that does not stand directly behind `yield`."""
-    tree = ast.parse(source)
-    behind_yield = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Yield)}
-    return [c.lineno for c, name in calls(tree) if name.split(".")[-1] == "Ask" and id(c) not in behind_yield]
+    behind_yield = {id(node.value) for node in found if isinstance(node, ast.Yield)}
+    return [
+        c.lineno for c, name in calls(found) if name.split(".")[-1] == "Ask" and id(c) not in behind_yield
+    ]
 
 
 def test_every_ask_stands_directly_behind_yield() -> None:
-    assert asks_elsewhere(
-        "def f():\n  x = yield Ask('a')\n  y = Ask('b')\n  yield y\n  yield p.Ask('c')"
-    ) == [3]
+    sample = "def f():\n  x = yield Ask('a')\n  y = Ask('b')\n  yield y\n  yield p.Ask('c')"
+    assert asks_elsewhere(list(ast.walk(ast.parse(sample)))) == [3]
     for name, path in MODULES.items():
         if name.startswith("methods."):
-            assert asks_elsewhere(path.read_text(encoding="utf-8")) == [], name
+            assert asks_elsewhere(nodes(path)) == [], name
 
 
 @pytest.mark.parametrize("name", sorted(n.partition(".")[2] for n in MODULES if n.startswith("methods.")))
@@ -188,13 +196,12 @@ def test_nothing_is_read_or_written_in_formats_that_run_code() -> None:
     forbidden = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
     folders = ("src", "tests", "examples", "benchmarks", "experiments")
     for path in (p for folder in folders for p in sorted((ROOT / folder).rglob("*.py"))):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 assert not {a.name.split(".")[0] for a in node.names} & forbidden, path
             if isinstance(node, ast.ImportFrom):
                 assert (node.module or "").split(".")[0] not in forbidden, path
-        for node, called in calls(tree):
+        for node, called in calls(nodes(path)):
             assert called not in ("torch.load", "torch.save", "eval", "exec"), f"{path}:{node.lineno}"
             for keyword in node.keywords:
                 assert not (keyword.arg == "allow_pickle" and ast.unparse(keyword.value) == "True"), path
@@ -208,7 +215,7 @@ def reads(paths: list[Path]) -> set[str]:
     return {
         node.attr
         for path in paths
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
 
@@ -228,5 +235,6 @@ def test_every_field_of_a_method_is_read(name: str) -> None:
     file = METHODS[name].partition(":")[0].removeprefix("fedprism.")
     mine = [MODULES[file], MODULES["training"]]
     mine += [MODULES[found] for found in imports(MODULES[file]) if found.startswith("methods.")]
-    unread = [f.name for f in fields(get_method(name).config) if f.name not in reads(mine)]
+    read = reads(mine)
+    unread = [f.name for f in fields(get_method(name).config) if f.name not in read]
     assert not unread, f"nothing reads {unread} of {name}"
