@@ -206,11 +206,11 @@ class Stopped(Exception):
 
 # ---- comparing what runs left behind -------------------------------------------------------------
 
-TIMES = {"seconds", "evaluation_seconds", "git_commit"}  # a checkout may move on between two runs
+TIMES = {"seconds", "evaluation_seconds"}
 
 
 def without_times(value: Any) -> Any:
-    """A JSON value without the entries that depend on the moment of the run."""
+    """A JSON value without the entries that depend on the clock."""
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key not in TIMES}
     if isinstance(value, list):
